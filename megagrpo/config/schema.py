@@ -1,0 +1,229 @@
+"""The configuration: one frozen section per subsystem. No torch, no Megatron here.
+
+Every value lives in one place; derived values are properties. An unknown key is an error. Checks that need one section only are
+written beside its fields; checks across sections are in `checks.py`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, typed, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    dir: str = Field("runs/run", description="run folder: config, metrics, checkpoints, exports")
+    steps: PositiveInt = Field(100, description="outer steps: rollout, update, publish")
+    seed: NonNegativeInt = Field(0, description="seed of prompt order and sampling")
+    resume: Literal["auto", "never"] = Field("auto", description="auto: go on from the newest good checkpoint of the run folder")
+    export_hf: bool = Field(True, description="write the final weights as an HF folder, DIR/hf")
+    max_nonfinite_steps: PositiveInt = Field(3, description="stop after this many skipped (non-finite) updates in a row")
+    collective_timeout_seconds: PositiveInt = Field(600, description="a collective that waits longer than this ends the run")
+
+
+class ModelConfig(Section):
+    """The pretrained model."""
+
+    path: str = Field(description="HF folder: config.json, safetensors (sharded or not), tokenizer")
+    tokenizer: str | None = Field(None, description="tokenizer folder, where it is not the model's")
+    attention: Literal["auto", "local", "te"] = Field("auto", description="layer spec: te = Transformer Engine (CUDA only), auto = te where it can be used")
+
+
+class DataConfig(Section):
+    """Training prompts."""
+
+    source: str = Field(description="JSONL file, or FILE.py:function / package.module:function that returns rows")
+    prompt_field: str = Field("prompt", description="column with the prompt: a string, or chat messages")
+    chat_template: bool = Field(False, description="apply the tokenizer's chat template (a string becomes one user message)")
+    max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are handled as `overlong_prompts` says")
+    overlong_prompts: Literal["error", "drop"] = Field("error", description="what happens to prompts over max_prompt_tokens")
+    shuffle: bool = Field(True, description="a new order each epoch, a function of (seed, epoch) alone")
+    limit: PositiveInt | None = Field(None, description="use the first rows only")
+
+
+class ParallelConfig(Section):
+    """The rank grid. dp = world size / (tp * pp * cp)."""
+
+    tp: PositiveInt = Field(1, description="tensor parallel size")
+    pp: PositiveInt = Field(1, description="pipeline parallel size")
+    sp: bool = Field(False, description="sequence parallel (activations between TP regions sharded over tp)")
+
+
+class PrecisionConfig(Section):
+    """Number formats of the actor and the reference."""
+
+    recipe: Literal["fp32", "bf16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"] = Field(
+        "fp32", description="bf16 and fp8 keep float32 main parameters and gradients; fp8 needs CUDA and Transformer Engine"
+    )
+
+
+class EngineConfig(Section):
+    """The rollout engine."""
+
+    name: str = Field("transformers", description="registered engine")
+    max_batch_completions: PositiveInt = Field(256, description="completions decoded at once by one replica")
+    max_prefill_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill batch, padding included")
+
+
+class RolloutConfig(Section):
+    """Sampling of the training completions."""
+
+    prompts_per_step: PositiveInt = Field(32, description="N: groups per step, over all ranks")
+    completions_per_prompt: PositiveInt = Field(8, description="G: completions per group")
+    max_new_tokens: PositiveInt = Field(256, description="length limit of a completion")
+    temperature: PositiveFloat = Field(1.0, description="sampling temperature, also that of the actor's log-probs")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus; below 1 the engine's log-probs are renormalised")
+    top_k: NonNegativeInt = Field(0, description="0 keeps the whole vocabulary")
+    stop: tuple[str, ...] = Field((), description="strings that end a completion")
+    stop_token_ids: tuple[int, ...] = Field((), description="token ids that end a completion, beside end-of-sequence")
+    max_logprob_gap: PositiveFloat | None = Field(None, description="largest |engine - actor| log-prob allowed before the first update")
+    logprob_gap_action: Literal["stop", "warn"] = Field("stop", description="what a larger gap does")
+
+
+class DynamicSamplingConfig(Section):
+    """DAPO's dynamic sampling (arXiv 2503.14476, Eq. 11): groups whose rewards are all equal are replaced."""
+
+    enabled: bool = False
+    max_refills: NonNegativeInt = Field(3, description="extra generation rounds per step at most; then the step trains on what it has")
+
+
+class OverlongConfig(Section):
+    """Completions that reach the length limit."""
+
+    penalty: NonNegativeFloat = Field(0.0, description="DAPO soft punishment (Eq. 13): largest deduction; 0 = off")
+    buffer_tokens: PositiveInt | None = Field(None, description="tokens before the limit over which the deduction grows")
+    mask: bool = Field(False, description="completions cut by the limit take no part in the loss")
+
+
+class KLConfig(Section):
+    """Penalty towards the reference."""
+
+    coef: NonNegativeFloat = Field(0.0, description="0: no reference model is built")
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    placement: Literal["loss", "reward"] = "loss"
+
+
+class AlgorithmConfig(Section):
+    """Advantages, loss, aggregation. A preset fills what the user leaves out."""
+
+    preset: str | None = Field(None, description="named set of defaults for this section and the ones it names")
+    advantages: str = Field("grpo", description="registered estimator")
+    advantage_std: Literal["population", "sample"] = "population"
+    advantage_std_floor: Literal["add", "max"] = "add"
+    advantage_std_epsilon: NonNegativeFloat = 1e-6
+    loss: str = Field("ppo_clip", description="registered token loss")
+    clip_low: PositiveFloat = Field(0.2, description="ratio is clipped below 1 - clip_low")
+    clip_high: PositiveFloat = Field(0.2, description="ratio is clipped above 1 + clip_high")
+    loss_options: dict[str, float] = Field(default_factory=dict, description="further constants of the chosen loss")
+    aggregation: Literal["sequence_mean", "group_token_mean", "token_mean", "constant", "sequence_sum"] = "sequence_mean"
+    aggregation_constant: PositiveInt | None = Field(None, description="denominator length of `constant` (Dr. GRPO)")
+    entropy_coef: float = Field(0.0, description="entropy bonus (negative: penalty)")
+    old_logprobs: Literal["actor", "engine"] = Field("actor", description="where the ratio's denominator comes from")
+    kl: KLConfig = KLConfig()
+    overlong: OverlongConfig = OverlongConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: PositiveFloat = 1e-6
+    min_lr_fraction: Fraction = Field(1.0, description="final learning rate as a fraction of lr")
+    warmup_steps: NonNegativeInt = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NonNegativeFloat = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm; 0 = off")
+
+
+class UpdateConfig(Section):
+    """How a step's samples become optimizer updates."""
+
+    mini_batches_per_step: PositiveInt = Field(1, description="optimizer updates per pass over the step's groups")
+    epochs_per_step: PositiveInt = Field(1, description="passes over the step's groups")
+    max_tokens_per_microbatch: PositiveInt = Field(8192, description="never exceeded, alignment padding included")
+    packing: bool = Field(True, description="false: one sequence per micro-batch")
+    share_prompts: bool = Field(True, description="compute a group's prompt once per micro-batch (local layer spec only)")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="activation recompute")
+
+
+class RewardConfig(Section):
+    """One reward."""
+
+    name: str = Field(description="registered reward, or FILE.py:function / package.module:function")
+    weight: float = 1.0
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword options of the reward")
+
+
+class RewardsConfig(Section):
+    """All rewards; the value of a completion is the weighted sum."""
+
+    functions: tuple[RewardConfig, ...] = Field(min_length=1)
+    workers: PositiveInt = Field(1, description="reward processes per rank")
+    timeout_seconds: PositiveFloat = Field(10.0, description="a completion that takes longer is killed and scores `failure_value`")
+    failure_value: float = Field(0.0, description="reward of a completion whose scoring timed out or crashed")
+
+
+class EvaluationSetConfig(Section):
+    """One held-out set. Its metric is the mean of the first reward (mean@k) over `completions_per_prompt` samples."""
+
+    name: str
+    source: str
+    limit: PositiveInt | None = None
+    completions_per_prompt: PositiveInt = 1
+    temperature: NonNegativeFloat = Field(1.0, description="0 is greedy")
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation."""
+
+    every: NonNegativeInt = Field(10, description="steps between evaluations; 0 = first and last only")
+    sets: tuple[EvaluationSetConfig, ...] = ()
+
+
+class CheckpointConfig(Section):
+    """Distributed checkpoints."""
+
+    every: NonNegativeInt = Field(0, description="steps between checkpoints; 0 = none")
+    keep_last: PositiveInt = 2
+
+
+class TelemetryConfig(Section):
+    """What is written while the run goes."""
+
+    tensorboard: bool = True
+    completions_every: NonNegativeInt = Field(10, description="steps between samples in DIR/completions; 0 = none")
+    completions_count: PositiveInt = Field(8, description="completions written each time")
+
+
+class Config(Section):
+    """A run, fully described."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    update: UpdateConfig = UpdateConfig()
+    rewards: RewardsConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

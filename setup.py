@@ -1,0 +1,44 @@
+"""Package definition. NVIDIA Apex is built from source in the GPU image: PyPI's `apex` is an unrelated web toolkit and must never be listed."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megagrpo/__init__.py").read_text()).group(1)
+
+REWARDS = ["math-verify==0.9.0"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", *REWARDS]
+
+setup(
+    name="megagrpo",
+    version=VERSION,
+    description="RL post-training of pretrained language models at Megatron scale",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["megagrpo", "megagrpo.*"]),
+    package_data={"megagrpo": ["**/*.yaml", "**/*.md"]},
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.16.1,<0.20",
+        "transformers>=5.16,<5.20",
+        "safetensors>=0.5",
+        "numpy>=1.26",
+        "pydantic>=2.7,<3",
+        "PyYAML>=6",
+        "rich>=13",
+        "typer>=0.12",
+        "tensorboard>=2.16",
+    ],
+    extras_require={
+        "test": TEST,
+        "rewards": REWARDS,
+        "vllm": ["vllm>=0.20"],
+        "sglang": ["sglang>=0.5.21"],
+        "te": ["transformer-engine[pytorch]>=2.0"],
+    },
+    entry_points={"console_scripts": ["megagrpo=megagrpo.cli:main"]},
+)
