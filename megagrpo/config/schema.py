@@ -6,19 +6,10 @@ written beside its fields; checks across sections are in `checks.py`.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, typed, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class RunConfig(Section):
@@ -38,7 +29,9 @@ class ModelConfig(Section):
 
     path: str = Field(description="HF folder: config.json, safetensors (sharded or not), tokenizer")
     tokenizer: str | None = Field(None, description="tokenizer folder, where it is not the model's")
-    attention: Literal["auto", "local", "te"] = Field("auto", description="layer spec: te = Transformer Engine (CUDA only), auto = te where it can be used")
+    attention: Literal["auto", "local", "te"] = Field(
+        "auto", description="layer spec: te = Transformer Engine (CUDA only), auto = te where it can be used"
+    )
 
 
 class DataConfig(Section):
@@ -90,50 +83,6 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[int, ...] = Field((), description="token ids that end a completion, beside end-of-sequence")
     max_logprob_gap: PositiveFloat | None = Field(None, description="largest |engine - actor| log-prob allowed before the first update")
     logprob_gap_action: Literal["stop", "warn"] = Field("stop", description="what a larger gap does")
-
-
-class DynamicSamplingConfig(Section):
-    """DAPO's dynamic sampling (arXiv 2503.14476, Eq. 11): groups whose rewards are all equal are replaced."""
-
-    enabled: bool = False
-    max_refills: NonNegativeInt = Field(3, description="extra generation rounds per step at most; then the step trains on what it has")
-
-
-class OverlongConfig(Section):
-    """Completions that reach the length limit."""
-
-    penalty: NonNegativeFloat = Field(0.0, description="DAPO soft punishment (Eq. 13): largest deduction; 0 = off")
-    buffer_tokens: PositiveInt | None = Field(None, description="tokens before the limit over which the deduction grows")
-    mask: bool = Field(False, description="completions cut by the limit take no part in the loss")
-
-
-class KLConfig(Section):
-    """Penalty towards the reference."""
-
-    coef: NonNegativeFloat = Field(0.0, description="0: no reference model is built")
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    placement: Literal["loss", "reward"] = "loss"
-
-
-class AlgorithmConfig(Section):
-    """Advantages, loss, aggregation. A preset fills what the user leaves out."""
-
-    preset: str | None = Field(None, description="named set of defaults for this section and the ones it names")
-    advantages: str = Field("grpo", description="registered estimator")
-    advantage_std: Literal["population", "sample"] = "population"
-    advantage_std_floor: Literal["add", "max"] = "add"
-    advantage_std_epsilon: NonNegativeFloat = 1e-6
-    loss: str = Field("ppo_clip", description="registered token loss")
-    clip_low: PositiveFloat = Field(0.2, description="ratio is clipped below 1 - clip_low")
-    clip_high: PositiveFloat = Field(0.2, description="ratio is clipped above 1 + clip_high")
-    loss_options: dict[str, float] = Field(default_factory=dict, description="further constants of the chosen loss")
-    aggregation: Literal["sequence_mean", "group_token_mean", "token_mean", "constant", "sequence_sum"] = "sequence_mean"
-    aggregation_constant: PositiveInt | None = Field(None, description="denominator length of `constant` (Dr. GRPO)")
-    entropy_coef: float = Field(0.0, description="entropy bonus (negative: penalty)")
-    old_logprobs: Literal["actor", "engine"] = Field("actor", description="where the ratio's denominator comes from")
-    kl: KLConfig = KLConfig()
-    overlong: OverlongConfig = OverlongConfig()
-    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
 
 class OptimizerConfig(Section):
