@@ -1,0 +1,100 @@
+"""The contract of a rollout engine. Its test suite is tests/contracts/test_engine_contract.py."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megagrpo.registry import Registry
+from megagrpo.types import Completion, Prompt, SamplingParams
+
+
+class EngineError(RuntimeError):
+    """The engine can't do what was asked: a broken update, a call in the wrong state, logits that are not finite."""
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    """What an engine says about itself."""
+
+    ready: bool  # generate() would be served now
+    state: str  # "empty", "serving", "updating", "stale", "asleep", "closed"
+    weight_version: int | None
+    detail: str = ""  # why it is not ready
+
+
+class Engine(ABC):
+    """Samples completions under a known version of the weights.
+
+    Weights arrive in transactions: `begin_update(version)`, any number of `load(...)`, `commit_update(version)`. Completions are
+    generated under committed versions only. While an update is open an engine either serves the version before it, or (where the
+    weights are overwritten in place, as in the embedded engine: a second copy would be larger than needed) refuses to generate.
+    An update that fails or is aborted after it touched the weights leaves such an engine stale: it refuses to generate until a
+    whole update is committed. Anything computed from older weights (KV and prefix caches) is dropped in the commit.
+
+    A subclass is registered in ENGINES and called with (model_folder, config, tokenizer=, device=, dtype=, load_weights=).
+    """
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int | None:
+        """The committed version that would serve now; None before the first commit and while stale."""
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int]) -> list[list[Completion]]:
+        """Sample the completions `completion_indices` (say, range(G)) of every prompt.
+
+        What completion i of a prompt is depends on (sampling, prompt, i, weights) alone: asking for it together with others, in
+        another order, or on another rank gives the same tokens.
+
+        Returns:
+            One list per prompt, in order, each with one Completion per entry of `completion_indices`, in order.
+
+        Raises:
+            UserError: a prompt is empty, holds an unknown token id, or does not fit the model's context with its completion.
+            EngineError: no weights are committed, an update is open, the engine sleeps or is closed, or logits are not finite.
+        """
+
+    @abstractmethod
+    def begin_update(self, version: int) -> None:
+        """Open a transaction. Raises EngineError if one is open or `version` is not above the last committed one."""
+
+    @abstractmethod
+    def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take one bucket of full tensors under their names in the HF checkpoint (a tied head is not among them).
+
+        Raises:
+            EngineError: no update is open, or a tensor (it is named) is unknown, repeated, misshapen or not finite.
+        """
+
+    @abstractmethod
+    def commit_update(self, version: int) -> None:
+        """Close the transaction: from here on `version` serves. Raises EngineError if tensors are missing (they are named)."""
+
+    @abstractmethod
+    def abort_update(self) -> None:
+        """Give the open transaction up; without one, do nothing."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Free accelerator memory between rollouts; weights survive. generate() and updates are errors until `wake()`."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Undo `sleep()`."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End a `generate()` that runs in another thread: it returns what it has, unfinished completions as "abort"."""
+
+    @abstractmethod
+    def health(self) -> EngineHealth:
+        """Say whether the engine can serve; never raises."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; further calls but `health` and `close` are errors."""
+
+
+ENGINES: Registry[Callable[..., Engine]] = Registry("engine")
