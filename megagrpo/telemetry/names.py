@@ -1,0 +1,16 @@
+"""Names of the metrics that more than one part of the package reads: the trainer records them, progress, summary and report show them."""
+
+REWARD = "reward/mean"
+LOSS = "loss/total"
+GRAD_NORM = "optimizer/grad_norm"
+LOGPROB_GAP = "rollout/max_logprob_gap"  # largest |engine - actor| log-prob of a step's tokens, before its first update
+GENERATED_TOKENS = "rollout/generated_tokens"  # over all ranks
+STEP_SECONDS = "time/step_seconds"  # wall-clock, without evaluation and checkpoint
+STEP_CPU_SECONDS = "time/step_cpu_seconds"  # of the same span, summed over all ranks
+EVALUATION = "eval/"  # eval/SET is the metric of a held-out set; eval/SET/... are further numbers about it
+
+
+def evaluation_set(name: str) -> str | None:
+    """Return the held-out set whose metric `name` is, or None for any other metric."""
+    inner = name.removeprefix(EVALUATION)
+    return inner if inner != name and inner and "/" not in inner else None

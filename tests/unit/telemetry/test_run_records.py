@@ -1,0 +1,189 @@
+"""The files that a run leaves: each step once, a summary of all of it, lines that can be read."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+
+from megagrpo.errors import UserError
+from megagrpo.telemetry import names
+from megagrpo.telemetry.completions import spread, write_completions
+from megagrpo.telemetry.progress import Progress, format_step
+from megagrpo.telemetry.summary import build_summary, package_versions, save_summary
+from megagrpo.telemetry.timers import PhaseTimers
+from megagrpo.telemetry.writers import JsonlWriter, open_writers, read_rows
+from megagrpo.types import Completion, Prompt, Reward
+
+
+def write_steps(writer, steps):
+    for step in steps:
+        writer.write(step, {"loss": float(step)})
+
+
+def test_resume_records_no_step_twice(tmp_path):
+    first = JsonlWriter(tmp_path)
+    write_steps(first, [1, 2, 3, 4])
+    first.close()
+    resumed = JsonlWriter(tmp_path, last_step=2)
+    write_steps(resumed, [3, 4, 5])
+    resumed.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_line_that_a_crash_cut_off_is_dropped_on_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    writer = JsonlWriter(tmp_path, last_step=1)
+    write_steps(writer, [2])
+    writer.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_new_run_starts_an_empty_file(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    JsonlWriter(tmp_path, None).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_rows_are_on_disk_as_soon_as_they_are_written_and_are_strict_json(tmp_path):
+    writer = JsonlWriter(tmp_path)
+    writer.write(1, {"loss": math.nan, "gap": math.inf, "reward": 0.5})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert row == {"step": 1, "loss": None, "gap": None, "reward": 0.5}
+
+
+def test_an_unknown_writer_names_the_known_ones(tmp_path):
+    with pytest.raises(UserError, match=r"writer 'jsnl' is not registered; did you mean jsonl\?; known: jsonl, tensorboard"):
+        open_writers(["jsnl"], tmp_path, None)
+
+
+def test_tensorboard_hides_the_steps_that_a_resume_repeats(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for last_step, steps in ((None, [1, 2, 3]), (1, [2, 3])):
+        (writer,) = open_writers(["tensorboard"], tmp_path, last_step)
+        write_steps(writer, steps)
+        writer.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
+
+
+ROWS = [
+    {"step": 0, "eval/held_out": 0.3, "eval/held_out/tokens": 99.0},
+    {"step": 1, names.STEP_SECONDS: 2.0, names.STEP_CPU_SECONDS: 3.0, names.GENERATED_TOKENS: 100.0, names.LOGPROB_GAP: 1e-6},
+    {
+        "step": 2,
+        names.STEP_SECONDS: 4.0,
+        names.STEP_CPU_SECONDS: 5.0,
+        names.GENERATED_TOKENS: 50.0,
+        names.LOGPROB_GAP: 3e-6,
+        "eval/held_out": 0.9,
+    },
+    {"step": 3, names.STEP_SECONDS: 3.0, names.STEP_CPU_SECONDS: 4.0, "eval/held_out": 0.8},
+]
+
+
+def test_the_summary_counts_training_steps_and_follows_each_held_out_set(tmp_path):
+    summary = build_summary(ROWS, wall_seconds=30.0, peak_rss_bytes=[10, 20])
+    versions = summary.pop("versions")
+    assert {"python", "megagrpo", "torch", "megatron-core"} <= set(versions)
+    assert summary == {
+        "steps": 3,
+        "wall_seconds": 30.0,
+        "step_seconds": 3.0,
+        "cpu_seconds_per_step": 4.0,
+        "peak_rss_bytes": [10, 20],
+        "eval": {"held_out": {"first": 0.3, "last": 0.8, "best": 0.9}},
+        "max_logprob_gap": 3e-6,
+        "generated_tokens": 150,
+    }
+    assert json.loads(save_summary(tmp_path, summary).read_text()) == summary
+
+
+def test_a_run_without_steps_has_a_summary_too(tmp_path):
+    summary = build_summary([], wall_seconds=1.0, peak_rss_bytes=[1], versions={})
+    assert (summary["steps"], summary["cpu_seconds_per_step"], summary["max_logprob_gap"], summary["eval"]) == (0, None, None, {})
+
+
+def test_a_gap_that_was_not_finite_is_not_summed_up_as_a_small_one():
+    rows = [{"step": 1, names.LOGPROB_GAP: 1e-6}, {"step": 2, names.LOGPROB_GAP: None}]
+    assert build_summary(rows, wall_seconds=1.0, peak_rss_bytes=[1], versions={})["max_logprob_gap"] is None
+
+
+def test_phases_add_up_until_they_are_taken(monkeypatch):
+    wall, cpu = iter([0.0, 1.5, 10.0, 12.0]), iter([0.0, 1.0, 5.0, 5.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(wall))
+    monkeypatch.setattr("time.process_time", lambda: next(cpu))
+    seen, syncs = [], []
+    timers = PhaseTimers(synchronize=lambda: syncs.append(1), on_phase=seen.append)
+    with timers.phase("update"):
+        pass
+    with pytest.raises(RuntimeError), timers.phase("update"):
+        raise RuntimeError
+    assert timers.wall_seconds("update") == 3.5
+    assert timers.take() == {"time/update_seconds": 3.5, "time/update_cpu_seconds": 1.5}
+    assert timers.take() == {}
+    assert (seen, len(syncs)) == (["update", "update"], 4)
+
+
+METRICS = {
+    names.REWARD: 0.41234,
+    "eval/held_out": 0.38,
+    "eval/held_out/tokens": 5.0,
+    names.LOSS: -0.0012,
+    names.GRAD_NORM: 1.2034,
+    names.LOGPROB_GAP: 1.2e-6,
+    names.GENERATED_TOKENS: 500.0,
+    names.STEP_SECONDS: 0.5,
+}
+LINE = "step   3/100  reward 0.412  eval held_out 0.380  loss -1.2e-03  grad 1.203  gap 1.2e-06  1000 tok/s  0.50 s"
+
+
+def test_a_step_is_one_line():
+    assert format_step(3, 100, METRICS) == LINE
+    assert format_step(3, 100, {names.REWARD: 1.0}) == "step   3/100  reward 1.000"
+
+
+def test_without_a_terminal_the_line_is_plain_and_also_in_the_log(tmp_path):
+    screen = io.StringIO()
+    progress = Progress(tmp_path, 100, file=screen)
+    progress.note("resumed after step 2")
+    progress.phase("rollout")
+    progress.step(3, METRICS)
+    progress.close()
+    assert screen.getvalue() == f"resumed after step 2\n{LINE}\n"
+    logged = [line[len("2025-01-01 00:00:00 ") :] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert logged == ["resumed after step 2", LINE]
+
+
+def sample(prompt_id, index, reward):
+    prompt = Prompt(id=prompt_id, text=f"prompt {prompt_id}", token_ids=(1, 2))
+    completion = Completion(prompt_id, index, np.array([3, 4, 5]), np.zeros(3, np.float32), "stop", ((0, 1),), "größer")
+    return prompt, completion, Reward(reward, {"exact": reward})
+
+
+def test_written_completions_are_spread_over_the_groups(tmp_path):
+    samples = [sample(group, index, float(index)) for group in range(4) for index in range(2)]
+    path = write_completions(tmp_path, 10, samples, 4)
+    assert path == tmp_path / "completions" / "step_000010.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [row["prompt_id"] for row in rows] == [0, 1, 2, 3]
+    assert rows[0] == {
+        "prompt_id": 0,
+        "index": 0,
+        "prompt": "prompt 0",
+        "completion": "größer",
+        "reward": 0.0,
+        "parts": {"exact": 0.0},
+        "outcome": "ok",
+        "finish_reason": "stop",
+        "tokens": 3,
+    }
+
+
+def test_more_completions_than_there_are_takes_all():
+    assert spread(3, 10) == [0, 1, 2]
+    assert spread(0, 10) == []
