@@ -42,7 +42,7 @@ def describe_errors(error: ValidationError, root: type[BaseModel]) -> list[str]:
         root: the model that was validated; its fields are what a misspelt name is compared with.
     """
     items = error.errors(include_url=False)
-    lines = []
+    lines: list[str] = []
     for item in items:
         below = any(len(other["loc"]) > len(item["loc"]) and other["loc"][: len(item["loc"])] == item["loc"] for other in items)
         if item["type"] == "too_short" and below:
@@ -59,8 +59,8 @@ def _describe(item: Any, root: type[BaseModel]) -> Iterator[str]:
     elif kind == "missing":
         yield from (f"{'.'.join([place, *rest])}: missing" for rest in _required_below(location, root))
     elif kind == "literal_error":
-        allowed = _literal_values(context["expected"])
-        yield f"{place}: {format_value(item['input'])}: must be one of {', '.join(allowed)}{suggestion(str(item['input']), allowed)}"
+        names = _literal_values(context["expected"])
+        yield f"{place}: {format_value(item['input'])}: must be one of {', '.join(names)}{suggestion(str(item['input']), names)}"
     elif kind in ("model_type", "model_attributes_type"):
         fields = ", ".join(_model_at(location, root).model_fields)
         yield f"{place}: {format_value(item['input'])}: must be a section with some of the fields {fields}"
@@ -125,8 +125,8 @@ def _required_below(location: Location, root: type[BaseModel]) -> Iterator[list[
     """The required fields of a missing section; the missing value itself where it is no section."""
     parent = _model_at(location[:-1], root)
     field = parent.model_fields.get(str(location[-1]))
-    section = field.annotation if field is not None and get_origin(field.annotation) is None else None
-    if section is None or section_of(section) is None:
+    section = section_of(field.annotation) if field is not None and get_origin(field.annotation) is None else None
+    if section is None:
         yield []
         return
     for name, inner in section.model_fields.items():

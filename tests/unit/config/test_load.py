@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.config.load import dump_config, load_config
-from megagrpo.config.schema import Config
+from megagrpo.config.schema import Config, DataConfig
 from megagrpo.config.yaml_core import format_yaml, parse_yaml
 from megagrpo.errors import ConfigError
 
@@ -109,7 +109,7 @@ def test_all_mistakes_are_reported_at_once_in_plain_lines(write):
             "precision.recipe=bf61",
             'precision.recipe: "bf61": must be one of fp32, bf16, fp8_delayed, fp8_tensorwise, fp8_blockwise, mxfp8; did you mean bf16?',
         ),
-        ("algorithm.kl=0.1", "algorithm.kl: 0.1: must be a section with some of the fields coef, estimator, placement"),
+        ("data=0.1", f"data: 0.1: must be a section with some of the fields {', '.join(DataConfig.model_fields)}"),
         ("algorithm.kl.coeff=1", "algorithm.kl.coeff: not a field; did you mean coef?"),
         ("run.dir.x=1", 'run.dir: {"x": 1}: must be a string'),
         ("rewards.functions.0.nam=x", "rewards.functions.0.nam: not a field; did you mean name?"),
