@@ -1,0 +1,94 @@
+"""Softmax statistics of rows whose logits are seen one vocabulary tile at a time.
+
+Everything is in base 2: x = logit * log2(e) / temperature, so that the exponentials are `exp2` (a third of the cost of `exp` on a CPU)
+and the factor rides along in the GEMM. With m the running maximum, a row keeps (Milakov & Gimelshein 2018, arXiv:1805.02867, Algorithm 3,
+extended by the first moment)
+
+    total = sum_j 2^(x_j - m)        moment = sum_j 2^(x_j - m) (x_j - m)        target = x_y
+
+from which log2-normaliser = m + log2(total) and entropy = ln 2 * (log2(total) - moment / total).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megagrpo.ops.vocab_shard import VocabShard
+
+LN2 = math.log(2.0)
+LOG2E = 1.0 / LN2
+# Stands for "no column seen yet". Finite, because 2^(-inf - -inf) would be NaN on ranks that hold padding alone.
+_LOWEST = -1e30
+
+
+class RowStatistics:
+    """Running statistics of [T] rows.
+
+    Args:
+        num_rows: T.
+        dtype: float32 or float64.
+        device: where they live.
+        with_moment: keep what the entropy needs.
+    """
+
+    def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device, with_moment: bool):
+        self.maximum = torch.full((num_rows,), _LOWEST, dtype=dtype, device=device)
+        # total, target and moment lie in one buffer, so that one SUM all-reduce carries them.
+        self._sums = torch.zeros((3 if with_moment else 2, num_rows), dtype=dtype, device=device)
+        self.total, self.target = self._sums[0], self._sums[1]
+        self.moment = self._sums[2] if with_moment else None
+
+    def update(self, rows: slice, x: Tensor, centred: Tensor, exponential: Tensor) -> None:
+        """Takes a tile into account.
+
+        Args:
+            rows: which rows.
+            x: [R, C] base-2 logits.
+            centred: [R, C] scratch, may be `x` itself, which is then lost.
+            exponential: [R, C] scratch; may be `centred` where no moment is kept.
+        """
+        old, total = self.maximum[rows], self.total[rows]
+        new = torch.maximum(old, x.amax(dim=1))
+        shift = old - new
+        rescale = torch.exp2(shift)
+        torch.sub(x, new.unsqueeze(1), out=centred)
+        torch.exp2(centred, out=exponential)
+        if self.moment is not None:
+            moment = self.moment[rows]
+            # Before total is touched: sum 2^(x-m') (x-m') = 2^(m-m') (moment + (m - m') total).
+            moment.addcmul_(shift, total).mul_(rescale)
+            moment.add_(centred.mul_(exponential).sum(dim=1))
+        total.mul_(rescale).add_(exponential.sum(dim=1))
+        old.copy_(new)
+
+    def set_target(self, rows: slice, x: Tensor, inside: Tensor, position: Tensor) -> None:
+        """Keeps the target's logit of the rows [R] whose target lies `inside` the tile x [R, C] at `position` [R, 1]."""
+        target = self.target[rows]
+        torch.where(inside, x.gather(1, position).squeeze(1), target, out=target)
+
+    def all_reduce_(self, shard: VocabShard) -> None:
+        """Collective over the shard's group: one MAX, one fused SUM. Afterwards every rank has the whole vocabulary's statistics."""
+        if shard.group is None:
+            return
+        local = self.maximum.clone()
+        shard.all_reduce_max_(self.maximum)
+        shift = local - self.maximum
+        rescale = torch.exp2(shift)
+        if self.moment is not None:
+            # Ranks without a column have total = moment = 0, and the shift of about -1e30 times 0 is 0.
+            self.moment.addcmul_(shift, self.total).mul_(rescale)
+        self.total.mul_(rescale)
+        shard.all_reduce_sum_(self._sums)
+
+    def log2_normaliser(self) -> Tensor:
+        """[T] log2 of the sum of 2^x."""
+        return self.maximum + torch.log2(self.total)
+
+    def logprobs(self) -> Tensor:
+        """[T] natural log-prob of the targets; never positive."""
+        return ((self.target - self.maximum) - torch.log2(self.total)) * LN2
+
+    def entropy(self) -> Tensor | None:
+        """[T] entropy in nats, None where no moment is kept."""
+        return None if self.moment is None else (torch.log2(self.total) - self.moment / self.total) * LN2

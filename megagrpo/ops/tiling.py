@@ -1,0 +1,64 @@
+"""How large a tile of logits is, per device: the one place where that is chosen."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+# Most of the time is spent in GEMMs of one tile, and between them four to six elementwise passes over it. Tiles of 512 x 1,024 float32
+# (2 MiB) keep both the passes and the operands in the second- and third-level caches of a CPU core while the GEMM runs at full speed.
+_CPU_TILE_ROWS = 512
+_CPU_TILE_ELEMENTS = 512 * 1024
+_CPU_TILE_COLUMNS = 1024
+# An accelerator wants enough blocks to fill every multiprocessor; 4,096 x 8,192 float32 is 128 MiB.
+_CUDA_TILE_ROWS = 4096
+_CUDA_TILE_ELEMENTS = 4096 * 8192
+_CUDA_TILE_COLUMNS = 8192
+# Logits of whole rows that the three-GEMM loss keeps between its forward and its gradient.
+_CPU_STASH_BYTES = 320 << 20
+_CUDA_STASH_BYTES = 2 << 30
+# Short inputs get wider tiles, so that few launches are needed, but never so wide that a weight tile dwarfs the logits.
+_WIDEST = 8
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows and columns of one tile of logits.
+
+    Attributes:
+        rows: tokens of a tile.
+        columns: vocabulary entries of a tile.
+    """
+
+    rows: int
+    columns: int
+
+    def row_slices(self, num_rows: int) -> Iterator[slice]:
+        """Contiguous row ranges that cover `num_rows`, of nearly equal size so that the last GEMM is not a sliver."""
+        return even_slices(num_rows, self.rows)
+
+    def column_slices(self, num_columns: int) -> Iterator[slice]:
+        """Contiguous column ranges that cover `num_columns`."""
+        return even_slices(num_columns, self.columns)
+
+
+def even_slices(length: int, most: int) -> Iterator[slice]:
+    """Splits `range(length)` into the fewest slices of at most `most`, sizes differing by at most one."""
+    count = -(-length // most)
+    return (slice(length * i // count, length * (i + 1) // count) for i in range(count))
+
+
+def choose_tiling(num_rows: int, device: torch.device) -> Tiling:
+    """The tile shape for `num_rows` tokens on `device`."""
+    if device.type == "cpu":
+        rows, elements, columns = _CPU_TILE_ROWS, _CPU_TILE_ELEMENTS, _CPU_TILE_COLUMNS
+    else:
+        rows, elements, columns = _CUDA_TILE_ROWS, _CUDA_TILE_ELEMENTS, _CUDA_TILE_COLUMNS
+    rows = max(1, min(rows, num_rows))
+    return Tiling(rows, min(max(columns, elements // rows), columns * _WIDEST))
+
+
+def choose_stash_rows(num_columns: int, element_bytes: int, device: torch.device) -> int:
+    """How many rows of `num_columns` logits fit the memory kept between the forward and the gradient of the three-GEMM loss."""
+    budget = _CPU_STASH_BYTES if device.type == "cpu" else _CUDA_STASH_BYTES
+    return max(1, budget // (max(1, num_columns) * element_bytes))
