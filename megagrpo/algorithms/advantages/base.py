@@ -1,0 +1,112 @@
+"""The contract of an advantage estimator, and the group statistics that estimators share.
+
+Everything here works on metadata: rewards [N, G] of all groups of the step, equal on every rank, in float64 on CPU. Groups may be ragged:
+completions with `valid = False` (rejected, aborted, missing) take no part in any statistic and get advantage 0.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.registry import Registry
+
+# Rewards of a group that differ by a few rounding errors of their own dtype are equal: their difference is no signal.
+EQUAL_REWARD_ULPS = 8
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Checked inputs of an estimator; values at invalid positions are 0."""
+
+    rewards: Tensor  # [N, G] float64
+    valid: Tensor  # [N, G] bool
+    config: AlgorithmConfig
+    options: Mapping[str, float]  # the estimator's constants: the user's, else its defaults
+    lengths: Tensor | None = None  # [N, G] float64 tokens per completion
+    reward_parts: Tensor | None = None  # [N, G, R] float64, one column per reward
+    part_weights: Tensor | None = None  # [R] float64
+
+
+@dataclass(frozen=True)
+class AdvantageResult:
+    """Advantages and what happened to the groups."""
+
+    advantages: Tensor  # [N, G] float64; exactly 0 at invalid positions and in degenerate groups
+    counters: Mapping[str, int]  # groups, groups_too_small, groups_equal_rewards, completions_invalid
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A registered estimator: its function and what it needs."""
+
+    function: Callable[[AdvantageInputs], Tensor]
+    group_baseline: bool  # compares completions of one group: needs 2, and a group without differences gets exactly 0
+    needs_lengths: bool
+    needs_parts: bool
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
+ADVANTAGES: Registry[Estimator] = Registry("advantage estimator")
+
+
+def register_estimator(
+    name: str,
+    group_baseline: bool = True,
+    needs_lengths: bool = False,
+    needs_parts: bool = False,
+    options: Mapping[str, float] | None = None,
+) -> Callable[[Callable[[AdvantageInputs], Tensor]], Callable[[AdvantageInputs], Tensor]]:
+    """Register an estimator under `name`, with the constants that `algorithm.advantage_options` may set."""
+
+    def add(function: Callable[[AdvantageInputs], Tensor]) -> Callable[[AdvantageInputs], Tensor]:
+        ADVANTAGES.register(name)(Estimator(function, group_baseline, needs_lengths, needs_parts, dict(options or {})))
+        return function
+
+    return add
+
+
+def count_valid(valid: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Return the number of valid entries along `dim`, kept, float64, at least 1 so that it can divide."""
+    return valid.sum(dim, keepdim=True).clamp(min=1).to(torch.float64)
+
+
+def compute_mean(values: Tensor, valid: Tensor, dim: int | tuple[int, ...] = 1) -> Tensor:
+    """Return the mean of the valid entries along `dim`, kept; 0 where there is none."""
+    return torch.where(valid, values, 0.0).sum(dim, keepdim=True) / count_valid(valid, dim)
+
+
+def center(values: Tensor, valid: Tensor, dim: int | tuple[int, ...] = 1) -> Tensor:
+    """Return values - mean over the valid entries along `dim`; 0 at invalid entries."""
+    return torch.where(valid, values - compute_mean(values, valid, dim), 0.0)
+
+
+def normalize(centered: Tensor, valid: Tensor, config: AlgorithmConfig, dim: int | tuple[int, ...] = 1) -> Tensor:
+    """Divide centred values by their floored standard deviation along `dim`; 0 where it is 0.
+
+    population divides the squares by n, sample by n - 1; the floor is std + epsilon (`add`) or max(std, epsilon) (`max`).
+    """
+    correction = 1 if config.advantage_std == "sample" else 0
+    squares = torch.where(valid, centered, 0.0).square().sum(dim, keepdim=True)
+    std = (squares / (valid.sum(dim, keepdim=True) - correction).clamp(min=1)).sqrt()
+    epsilon = config.advantage_std_epsilon
+    floored = std + epsilon if config.advantage_std_floor == "add" else std.clamp(min=epsilon)
+    return torch.where(std > 0, centered / torch.where(floored > 0, floored, 1.0), 0.0)
+
+
+def find_equal_rewards(rewards: Tensor, valid: Tensor) -> Tensor:
+    """Return for each group whether its valid rewards are all equal [N]; true for groups with fewer than 2 valid members.
+
+    Args:
+        rewards: [N, G], or [N, G, R] where all R rewards must be equal each; invalid entries are ignored, NaN too.
+        valid: [N, G] bool.
+    """
+    if rewards.dim() == 3:
+        return torch.stack([find_equal_rewards(part, valid) for part in rewards.unbind(2)]).all(0)
+    high = torch.where(valid, rewards, -torch.inf).amax(1)
+    low = torch.where(valid, rewards, torch.inf).amin(1)
+    largest = torch.where(valid, rewards, 0.0).abs().amax(1)
+    tolerance = EQUAL_REWARD_ULPS * torch.finfo(rewards.dtype).eps * largest
+    return (high - low <= tolerance) | (valid.sum(1) < 2)

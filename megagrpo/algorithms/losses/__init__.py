@@ -1,0 +1,19 @@
+"""Token losses. Importing this package registers the ones that megagrpo brings."""
+
+from megagrpo.algorithms.losses import cispo, gmpo, gspo, policy_gradient, ppo_clip, sapo
+from megagrpo.algorithms.losses.base import LOSSES, LossInputs, LossOutput, TokenLoss, attach_gradient, register_loss
+
+__all__ = [
+    "LOSSES",
+    "LossInputs",
+    "LossOutput",
+    "TokenLoss",
+    "attach_gradient",
+    "cispo",
+    "gmpo",
+    "gspo",
+    "policy_gradient",
+    "ppo_clip",
+    "register_loss",
+    "sapo",
+]

@@ -1,0 +1,125 @@
+"""The contract of a token loss.
+
+A loss maps the loss tokens of one micro-batch to one unreduced value per token; `aggregation.py` alone reduces. Only tokens that
+train are passed: prompt, padding, invalid completions and tokens that a correction masked are not in the tensors at all.
+
+**Every loss is token-local in its gradient.** Losses with a sequence statistic (gspo, gmpo) take the statistic detached and carry the
+gradient by `attach_gradient`, which is exact for them (their papers' gradient, derived in each file). So `sequence_sum` is called on
+detached tensors only, context parallelism needs one forward all-reduce and no backward one, and a sequence statistic never
+couples the backward passes of two ranks.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from megagrpo.algorithms.metrics import Metric
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.errors import UserError
+from megagrpo.registry import Registry
+
+# exp(20) = 4.9e8 is far beyond every clip bound and finite in float32; beyond it the ratio is constant and keeps its gradient.
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The T loss tokens of one micro-batch on this rank (float32, or float64 in tests; all 1-D of length T).
+
+    `sequence_sum` maps detached values [T] to their sums per sequence [num_sequences]. The default sums the local tokens; where
+    context parallelism cuts sequences, the trainer passes one that all-reduces the local sums over the context-parallel group. A
+    user's loss that calls it on a tensor with a gradient needs one whose backward all-reduces (SUM) too.
+    """
+
+    actor_logprobs: Tensor  # [T] being trained: the only ratio numerator, requires grad
+    old_logprobs: Tensor  # [T] actor before the update (or engine, by config): the ratio's denominator, never the reference
+    advantages: Tensor  # [T] advantage of the token's completion
+    sequence_ids: Tensor  # [T] int64, 0 <= id < num_sequences
+    num_sequences: int
+    config: AlgorithmConfig
+    ref_logprobs: Tensor | None = None  # [T] reference, for the sampled KL estimators
+    rollout_logprobs: Tensor | None = None  # [T] engine, for the reported gap
+    entropy: Tensor | None = None  # [T] entropy of the actor's distribution; requires grad where entropy_coef is not 0
+    exact_kl: Tensor | None = None  # [T] full-vocabulary KL(actor || reference), requires grad
+    correction_weights: Tensor | None = None  # [T] detached importance weights of `correction.py`
+    sequence_sum: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        tokens = self.actor_logprobs.shape
+        if len(tokens) != 1:
+            raise UserError(f"actor_logprobs: shape {list(tokens)}; a loss takes packed tokens, shape [T]")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor) and value.shape != tokens:
+                raise UserError(f"{item.name}: shape {list(value.shape)}, but actor_logprobs has {tokens[0]} tokens; they must agree")
+        if self.sequence_sum is None:
+            object.__setattr__(self, "sequence_sum", self._sum_local_tokens)
+
+    def option(self, name: str) -> float:
+        """Return a constant of the configured loss: the user's `loss_options`, else the default that the loss declares."""
+        return self.config.loss_options.get(name, LOSSES.get(self.config.loss).options[name])
+
+    def log_ratio(self) -> Tensor:
+        """Return log(actor / old) [T], limited to 20 in value but not in gradient."""
+        log_ratio = self.actor_logprobs - self.old_logprobs.detach()
+        return log_ratio - (log_ratio.detach() - LOG_RATIO_LIMIT).clamp(min=0)
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Return for each token the mean of `values` [T] over its sequence's loss tokens [T], detached."""
+        values = values.detach()
+        sums = self.sequence_sum(values)  # type: ignore[misc]  # set in __post_init__
+        counts = self.sequence_sum(torch.ones_like(values))  # type: ignore[misc]
+        return (sums / counts.clamp(min=1))[self.sequence_ids]
+
+    def _sum_local_tokens(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.num_sequences).index_add(0, self.sequence_ids, values)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Unreduced loss of a micro-batch's tokens."""
+
+    loss: Tensor  # [T]
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    terms: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [T] detached summands of the loss, for reporting
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A registered loss: its function and what the trainer may assume of it."""
+
+    function: Callable[[LossInputs], LossOutput]
+    options: Mapping[str, float]  # names and defaults of what `algorithm.loss_options` may set
+    zero_at_zero_advantage: bool  # a token with advantage 0 adds exactly 0 to the loss and to every gradient
+    uses_old_logprobs: bool
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        return self.function(inputs)
+
+
+LOSSES: Registry[TokenLoss] = Registry("loss")
+
+
+def register_loss(
+    name: str, options: Mapping[str, float] | None = None, zero_at_zero_advantage: bool = True, uses_old_logprobs: bool = True
+) -> Callable[[Callable[[LossInputs], LossOutput]], Callable[[LossInputs], LossOutput]]:
+    """Register a token loss under `name`, with the constants that `algorithm.loss_options` may set.
+
+    Example:
+        >>> @register_loss("scaled_gradient", options={"scale": 1.0})
+        ... def scaled_gradient(inputs):
+        ...     return LossOutput(-inputs.option("scale") * inputs.advantages * inputs.actor_logprobs)
+    """
+
+    def add(function: Callable[[LossInputs], LossOutput]) -> Callable[[LossInputs], LossOutput]:
+        LOSSES.register(name)(TokenLoss(function, dict(options or {}), zero_at_zero_advantage, uses_old_logprobs))
+        return function
+
+    return add
+
+
+def attach_gradient(values: Tensor, logprobs: Tensor) -> Tensor:
+    """Return `values` [T] (detached) with the gradient of `values * logprobs`: exp(logprobs - detached logprobs) is exactly 1."""
+    return values.detach() * torch.exp(logprobs - logprobs.detach())
