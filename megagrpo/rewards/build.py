@@ -1,0 +1,45 @@
+"""From a configured reward to a function over completions."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from math import isfinite
+
+from megagrpo.callables import is_callable_spec
+from megagrpo.rewards.custom import call_custom, load_custom
+from megagrpo.rewards.messages import RewardSpec
+from megagrpo.rewards.reward import REWARDS, build_registered
+from megagrpo.types import Completion, Prompt
+
+for _module in ("math", "format", "exact_match"):  # each registers its reward
+    importlib.import_module(f"megagrpo.rewards.{_module}")
+
+Scorer = Callable[[Sequence[Prompt], Sequence[Completion]], list[float]]
+
+
+def is_custom(name: str) -> bool:
+    """Return whether `name` is the name of a user's function, which is called with all completions of a prompt at once."""
+    return name not in REWARDS.names() and is_callable_spec(name)
+
+
+def build_scorer(spec: RewardSpec) -> Scorer:
+    """Return the function that scores completions by this reward, warmed up.
+
+    Raises:
+        UserError: the reward is unknown, can't be loaded or refuses its options; later, the scorer raises it for a mistake that ends the
+            run. What else a scorer raises is the failure of these completions alone.
+    """
+    if is_custom(spec.name):
+        function = load_custom(spec.name, spec.options)
+        return lambda prompts, completions: call_custom(spec.name, function, prompts, completions)
+    score = build_registered(spec.name, spec.options)
+    if hasattr(score, "warm_up"):
+        score.warm_up()
+
+    def score_each(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        values = [float(score(prompt, completion)) for prompt, completion in zip(prompts, completions, strict=True)]
+        for value in values:
+            if not isfinite(value):
+                raise ValueError(f"returned {value}, not a finite number")
+        return values
+
+    return score_each
