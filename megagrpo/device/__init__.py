@@ -1,0 +1,1 @@
+"""One small interface over CPU and CUDA ranks."""

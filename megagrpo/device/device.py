@@ -1,0 +1,53 @@
+"""What the rest of the code asks about the device: where tensors live, which backend communicates, what memory was used."""
+
+import contextlib
+import os
+import resource
+from contextlib import AbstractContextManager
+
+import torch
+
+
+def has_cuda() -> bool:
+    """Say whether this rank computes on a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def setup() -> torch.device:
+    """Prepare this process for Megatron-core and return the rank's device. Must run before megatron.core is imported."""
+    if has_cuda():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        from megagrpo.device import cpu
+
+        cpu.install()
+        device = cpu.CPU
+    from megagrpo.device import megatron_fixes
+
+    megatron_fixes.apply()
+    return device
+
+
+def backend() -> str:
+    """Return the torch.distributed backend of this device; CUDA ranks keep gloo beside NCCL for CPU tensors."""
+    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
+def megatron_region() -> AbstractContextManager:
+    """Return the context manager that Megatron code runs in; it does nothing on CUDA."""
+    if has_cuda():
+        return contextlib.nullcontext()
+    from megagrpo.device import cpu
+
+    return cpu.region()
+
+
+def peak_rss_bytes() -> int:
+    """Return the largest resident set size of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_device_bytes() -> int:
+    """Return the peak of bytes allocated on the CUDA device so far, 0 on the CPU."""
+    return torch.cuda.max_memory_allocated() if has_cuda() else 0

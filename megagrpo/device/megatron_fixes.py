@@ -1,0 +1,90 @@
+"""Corrections of Megatron-core, each with the upstream fault it works around. They hold on every device.
+
+Each is silent without the fix (wrong numbers, no exception) or breaks a run without Transformer Engine and Apex.
+`tests/distributed` has a case for each that fails without it.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megagrpo.errors import UserError
+
+_applied = False
+
+
+def apply() -> None:
+    """Apply all fixes. Does nothing the second time; called by `device.setup` once megatron.core can be imported."""
+    global _applied
+    if _applied:
+        return
+    _applied = True
+    _fix_lost_all_reduce()
+    _fix_torch_adamw_state()
+
+
+def _fix_lost_all_reduce() -> None:
+    """`mappings._reduce` (0.16.1) reduces `x.contiguous()` and returns `x`: the sum is lost for a non-contiguous gradient."""
+    import megatron.core.tensor_parallel.mappings as mappings
+
+    def reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        if group.size() == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    mappings._reduce = reduce
+
+
+def _fix_torch_adamw_state() -> None:
+    """DistributedOptimizer with torch's AdamW (no Transformer Engine, no Apex): loading shares ONE `step` tensor among all parameters.
+
+    The step then grows by the number of parameters at each update and bias correction is wrong after a resume. And the `step`
+    is missing from what `_set_main_param_and_optimizer_states` is given, which raises KeyError.
+    """
+    import megatron.core.optimizer.distrib_optimizer as module
+
+    optimizer_class = module.DistributedOptimizer
+    original_set = optimizer_class._set_main_param_and_optimizer_states
+    original_load = optimizer_class.load_state_dict
+
+    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict) -> None:
+        group_index, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        return original_set(self, model_param, tensors)
+
+    def load_state_dict(self: Any, state_dict: dict) -> None:
+        result = original_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+        return result
+
+    optimizer_class._set_main_param_and_optimizer_states = set_states
+    optimizer_class.load_state_dict = load_state_dict
+
+
+def prime_torch_adamw(optimizer: Any) -> None:
+    """Give a never-stepped torch AdamW its zero state: `DistributedOptimizer.state_dict()` asserts that there is one."""
+    for inner in (chained.optimizer for chained in getattr(optimizer, "chained_optimizers", [optimizer])):
+        if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
+            continue
+        for param in (param for group in inner.param_groups for param in group["params"]):
+            if not inner.state[param]:
+                inner.state[param] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+
+
+def check_pipeline_flags(pp: int, vpp: int | None, overlap_p2p_comm: bool, batch_p2p_comm: bool) -> None:
+    """Refuse the interleaved schedule on two stages with batched p2p: both directions pair up wrongly and gradients are garbage.
+
+    Raises:
+        UserError: pp == 2 with virtual stages and batched p2p communication.
+    """
+    if vpp and vpp > 1 and pp == 2 and batch_p2p_comm and not overlap_p2p_comm:
+        raise UserError(
+            "parallel.vpp: with pp = 2 needs overlap_p2p_comm=True and batch_p2p_comm=False (batched p2p gives wrong gradients)"
+        )

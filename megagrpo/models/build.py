@@ -1,0 +1,159 @@
+"""Builds this rank's stage of a GPTModel from an HF folder."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+
+from megagrpo.device.device import has_cuda, megatron_region
+from megagrpo.models import families
+from megagrpo.models.family import FAMILIES, HFConfig
+from megagrpo.models.hf_files import load_hf_weights
+from megagrpo.models.precision import Precision
+from megagrpo.models.rope import PositionedRotaryEmbedding
+from megagrpo.models.rules import Dimensions, ParameterRule, RuleTable, split
+from megagrpo.models.spec import build_block_spec, canonical_name
+from megagrpo.parallel.groups import ParallelGroups
+
+# The vocabulary is padded to a multiple of this and of tp, so that all usual tp sizes share one padded size and a checkpoint
+# written in one layout has the shapes of the others.
+VOCAB_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """This rank's part of a model, and what is needed to read its parameters as HF tensors."""
+
+    module: GPTModel
+    hf: HFConfig
+    config: TransformerConfig
+    dims: Dimensions
+    rules: RuleTable
+    groups: ParallelGroups
+
+    @property
+    def tp(self) -> int:
+        """Tensor parallel size."""
+        return self.config.tensor_model_parallel_size
+
+    def named_rules(self) -> list[tuple[str, ParameterRule, int | None, torch.nn.Parameter]]:
+        """Return (canonical name, rule, global layer or None, parameter) of every parameter of this stage."""
+        layers = self.module.decoder.layers
+        first_layer = layers[0].layer_number - 1 if len(layers) else 0
+        rows = []
+        for name, parameter in self.module.named_parameters():
+            canonical = canonical_name(name, first_layer)
+            rows.append((canonical, *self.rules.find(canonical), parameter))
+        return rows
+
+    def hf_slices(self) -> dict[str, torch.Tensor]:
+        """Return this rank's slices of the HF tensors, by HF name (padded vocabulary rows included). Tied copies appear once."""
+        slices: dict[str, torch.Tensor] = {}
+        for name, rule, layer, parameter in self.named_rules():
+            if name == "output_layer.weight" and self.hf.tie_word_embeddings:
+                continue
+            slices.update(zip(rule.hf_names(layer), split(rule, parameter.detach(), self.dims, self.tp), strict=True))
+        return slices
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """The vocabulary-parallel output weight [Vp, H] of the last stage."""
+        if self.module.share_embeddings_and_output_weights:
+            return self.module.shared_embedding_or_output_weight()
+        return self.module.output_layer.weight
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Return the vocabulary size that Megatron holds: the next multiple of 16 and of tp."""
+    multiple = math.lcm(VOCAB_MULTIPLE, tp)
+    return -(-vocab_size // multiple) * multiple
+
+
+def build_transformer_config(
+    hf: HFConfig, groups: ParallelGroups, precision: Precision, sp: bool, recompute: str = "none", **overrides: Any
+) -> TransformerConfig:
+    """Return Megatron's configuration of a model.
+
+    `calculate_per_token_loss` makes Megatron sum losses and gradients over micro-batches and data parallel ranks without any
+    division: every division is in our token weights.
+    """
+    fields: dict[str, Any] = {
+        "num_layers": hf.num_layers,
+        "hidden_size": hf.hidden_size,
+        "ffn_hidden_size": hf.ffn_hidden_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_query_groups,
+        "kv_channels": hf.head_dim,
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": groups.tp.size(),
+        "pipeline_model_parallel_size": groups.pp.size(),
+        "sequence_parallel": sp,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asserts it, for dense models too
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": not has_cuda(),
+        "perform_initialization": False,  # every parameter is read from the HF folder or a checkpoint
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        **precision.transformer_config_fields(),
+        **FAMILIES.get(hf.model_type).transformer_config_fields(hf),
+    }
+    if recompute == "full":
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif recompute == "selective":
+        fields |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return TransformerConfig(**{**fields, **overrides})
+
+
+def build_stage_model(hf: HFConfig, config: TransformerConfig, groups: ParallelGroups, device: torch.device, use_te: bool) -> StageModel:
+    """Build this rank's GPTModel with untouched (random) weights. Its output is hidden states, see `return_hidden_states`."""
+    families.load_all()
+    dims = Dimensions(
+        hf.num_attention_heads, hf.num_query_groups, hf.head_dim, hf.vocab_size, padded_vocab_size(hf.vocab_size, groups.tp.size())
+    )
+    with megatron_region():
+        module = GPTModel(
+            config=config,
+            transformer_layer_spec=build_block_spec(config, use_te),
+            vocab_size=dims.padded_vocab_size,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=groups.is_first_stage,
+            post_process=groups.is_last_stage,
+            parallel_output=True,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            position_embedding_type="rope",
+        ).to(device)
+    module.rotary_pos_emb = PositionedRotaryEmbedding(hf, device)
+    if groups.is_last_stage:
+        return_hidden_states(module)
+    return StageModel(module, hf, config, dims, RuleTable(FAMILIES.get(hf.model_type).parameter_rules(hf)), groups)
+
+
+def return_hidden_states(module: GPTModel) -> None:
+    """Make the last stage return hidden states [1, T, H] instead of logits: the log-prob op multiplies only the rows it needs.
+
+    Only the output layer's `forward` is replaced, on the instance: its weight, tied weight and sharded state dict stay as they are.
+    """
+    module.output_layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
+
+
+def load_stage_model(
+    folder: str, hf: HFConfig, config: TransformerConfig, groups: ParallelGroups, device: torch.device, use_te: bool
+) -> StageModel:
+    """Build this rank's part and read its slices of the HF folder's weights."""
+    model = build_stage_model(hf, config, groups, device, use_te)
+    load_hf_weights(model, folder)
+    return model

@@ -1,0 +1,29 @@
+"""Qwen3 dense models (`model_type: qwen3`)."""
+
+from typing import Any
+
+from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily, shared_rules
+from megagrpo.models.rules import ParameterRule
+
+
+class Qwen3(ModelFamily):
+    """Llama with an RMSNorm on each query and key head, and a head size of its own."""
+
+    def transformer_config_fields(self, hf: HFConfig) -> dict[str, Any]:
+        """Return the query/key norm switch."""
+        return {"qk_layernorm": True}
+
+    def parameter_rules(self, hf: HFConfig) -> list[ParameterRule]:
+        """Return the shared rules and those of the query and key norms."""
+        norms = [
+            ParameterRule(
+                f"decoder.layers.{{layer}}.self_attention.{name}_layernorm.weight",
+                (f"model.layers.{{layer}}.self_attn.{name}_norm.weight",),
+                "replicated",
+            )
+            for name in "qk"
+        ]
+        return [*shared_rules(hf), *norms]
+
+
+FAMILIES.register("qwen3")(Qwen3())

@@ -1,0 +1,94 @@
+"""Layer specs: Transformer Engine on CUDA, local modules elsewhere; and the names their parameters share."""
+
+import importlib.util
+import re
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megagrpo.device.device import has_cuda
+from megagrpo.errors import UserError
+from megagrpo.models.attention import PackedTreeAttention
+
+AttentionChoice = Literal["auto", "local", "te"]
+# Transformer Engine fuses a norm into the linear that follows it; our rules name the unfused parameter.
+TE_FUSED_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467, Eq. 4) for the local spec; Megatron's local norm needs Apex.
+
+    Under sequence parallelism each rank sees a part of the tokens only: the mark on the weight makes Megatron all-reduce its
+    gradient over tensor parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
+        super().__init__()
+        self.eps, self.hidden_size = eps, hidden_size
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        return F.rms_norm(hidden, (self.hidden_size,), self.weight, self.eps)
+
+
+def uses_transformer_engine(choice: AttentionChoice) -> bool:
+    """Resolve `model.attention`.
+
+    Raises:
+        UserError: `te` where CUDA or Transformer Engine is missing.
+    """
+    missing = [] if has_cuda() else ["a CUDA device"]
+    if importlib.util.find_spec("transformer_engine") is None:
+        missing.append("the package transformer-engine (extra `te`)")
+    if choice == "te" and missing:
+        raise UserError(f"model.attention: te needs {' and '.join(missing)}; use auto or local")
+    return choice != "local" and not missing
+
+
+def build_block_spec(config: TransformerConfig, use_te: bool) -> TransformerBlockSubmodules:
+    """Return the spec of this stage's layers and of the final norm."""
+    if use_te:
+        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+    else:
+        layer, norm = _local_layer_spec(config), RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedTreeAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    return spec
+
+
+def canonical_name(name: str, first_layer: int) -> str:
+    """Return the name that the rules use: global layer index, unfused norms.
+
+    Args:
+        name: parameter name within a GPTModel, with the stage's own layer index.
+        first_layer: global index of the stage's first layer.
+    """
+    found = re.match(r"(decoder\.layers\.)(\d+)\.(.+)", name)
+    if not found:
+        return name
+    rest = TE_FUSED_NAMES.get(found.group(3), found.group(3))
+    return f"{found.group(1)}{int(found.group(2)) + first_layer}.{rest}"

@@ -1,0 +1,90 @@
+"""The process groups of a rank, and the few collectives that the trainer itself needs."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megagrpo.device import device as device_module
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The groups that this rank belongs to, and its place in each."""
+
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    rank: int
+    world_size: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Say whether this rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Say whether this rank holds the output layer, and so the losses."""
+        return self.pp_rank == self.pp.size() - 1
+
+    @property
+    def reports_losses(self) -> bool:
+        """Say whether this rank's losses and metrics enter a sum over all ranks: one rank of each replica."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+def build_groups(tp: int, pp: int, timeout_seconds: int) -> ParallelGroups:
+    """Start torch.distributed (where the caller has not) and Megatron's groups. Collective over all ranks.
+
+    Args:
+        tp: tensor parallel size.
+        pp: pipeline parallel size.
+        timeout_seconds: a collective that waits longer than this raises on the waiting ranks.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not dist.is_initialized():
+        dist.init_process_group(device_module.backend(), timeout=timedelta(seconds=timeout_seconds))
+    parallel_state.initialize_model_parallel(tp, pp, distributed_timeout_minutes=max(1, timeout_seconds // 60))
+    # Megatron forks this tracker for dropout and recompute; nothing in a run draws from it, so its seed is not a setting.
+    model_parallel_cuda_manual_seed(0)
+    return ParallelGroups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
+
+
+def destroy_groups() -> None:
+    """Take Megatron's groups and torch.distributed down."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_gather_metadata(value: Any) -> list[Any]:
+    """Return every rank's `value`, by rank. Collective over all ranks; for small objects, never for token tensors."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def all_reduce_flag(flag: bool) -> bool:
+    """Say whether `flag` is set on any rank. Collective over all ranks."""
+    tensor = torch.tensor(int(flag))
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return bool(tensor)

@@ -1,0 +1,91 @@
+"""Runs micro-batches through the pipeline: hidden states of the loss rows, log-probs, and the schedule's plumbing."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+from megagrpo.device.device import megatron_region
+from megagrpo.models.build import StageModel
+from megagrpo.ops.logprobs import LinearLogprobs, linear_logprobs
+from megagrpo.policy.batch import MicroBatch
+
+LossFunction = Callable[[MicroBatch, torch.Tensor], Any]
+
+
+def loss_rows(model: StageModel, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Return the hidden states [R, H] that predict the micro-batch's completion tokens.
+
+    Args:
+        output: what the last stage returned: [1, T, H], or [1, T / tp, H] under sequence parallelism.
+    """
+    hidden = output.squeeze(0)
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=model.groups.tp)
+    return hidden.index_select(0, batch.row_index)
+
+
+def row_logprobs(
+    model: StageModel, output: torch.Tensor, batch: MicroBatch, temperature: float, compute_entropy: bool = False
+) -> LinearLogprobs:
+    """Return log-probs [R] (and entropies) of the completion tokens at the sampling temperature."""
+    return linear_logprobs(
+        loss_rows(model, output, batch),
+        model.output_weight,
+        batch.targets,
+        vocab_size=model.hf.vocab_size,
+        temperature=temperature,
+        group=model.groups.tp,
+        compute_entropy=compute_entropy,
+        reduce_hidden_grad=not model.config.sequence_parallel,  # under sp the gather's backward reduce-scatters it
+    )
+
+
+def run_schedule(
+    model: StageModel, module: torch.nn.Module, batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool
+) -> list[Any]:
+    """Run Megatron's pipeline schedule. Collective over the model parallel ranks; every rank passes as many micro-batches.
+
+    Args:
+        model: the stage.
+        module: the stage's module as it is run: bare, or wrapped for data parallelism.
+        batches: this replica's micro-batches.
+        loss: on the last stage, called with each micro-batch and its output. With `forward_only` its result is collected;
+            otherwise it returns (summed loss, anything to collect).
+
+    Returns:
+        What `loss` gave to collect, per micro-batch; an empty list on other stages.
+    """
+
+    def forward_step(iterator: Any, stage: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        batch = next(iterator)
+        output = stage(batch.tokens, None, None, packed_seq_params=batch.packed)
+        return output, partial(_on_output, batch)
+
+    def _on_output(batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = False) -> Any:
+        if non_loss_data:
+            return loss(batch, output)
+        total, collected = loss(batch, output)
+        return total, torch.zeros((), dtype=torch.int), collected  # the count is not used: every division is in the token weights
+
+    with megatron_region(), torch.set_grad_enabled(not forward_only):
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=module,
+            num_microbatches=len(batches),
+            seq_length=1,  # not used: lengths vary and are sent with the activations
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+def compute_logprobs(model: StageModel, module: torch.nn.Module, batches: Sequence[MicroBatch], temperature: float) -> list[torch.Tensor]:
+    """Return the log-probs [R] of each micro-batch, without gradients. Empty on stages other than the last."""
+    return run_schedule(
+        model, module, batches, lambda batch, output: row_logprobs(model, output, batch, temperature).logprobs, forward_only=True
+    )

@@ -1,0 +1,157 @@
+"""Plans which data parallel rank trains which completions, in which micro-batches. Pure: lengths in, indices out.
+
+All ranks run it on the same metadata and so agree without talking. Guarantees: no micro-batch holds more than the token budget
+(alignment padding included), every data parallel rank gets the same number of micro-batches, and their costs are balanced.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megagrpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class SampleSize:
+    """What the planner needs to know of one completion."""
+
+    group: int  # completions of one group share their prompt
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def branch_tokens(self) -> int:
+        """Input tokens behind the prompt: the last completion token is predicted, never read."""
+        return self.completion_tokens - 1
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """One prompt and the samples that share it in one micro-batch."""
+
+    samples: tuple[int, ...]  # indices into the planned samples
+    tokens: int
+    longest: int  # tokens of the longest sequence: attention cost
+
+    def cost(self, hidden_size: int) -> float:
+        """Relative compute: linear layers are 24 h^2 a token, attention 4 h S, so a token costs about 6 h + S."""
+        return self.tokens * (6.0 * hidden_size + self.longest)
+
+
+@dataclass(frozen=True)
+class PackingRules:
+    """The settings that shape micro-batches."""
+
+    max_tokens: int
+    alignment: int = 1  # packed token counts are padded to a multiple of this
+    packing: bool = True
+    share_prompts: bool = True
+    min_microbatches: int = 1  # per data parallel rank, where there are enough trees: fills the pipeline
+
+    @property
+    def budget(self) -> int:
+        """Tokens that a micro-batch may hold before alignment padding."""
+        return self.max_tokens // self.alignment * self.alignment
+
+
+MicroBatchPlan = tuple[TreePlan, ...]
+
+
+def plan_microbatches(samples: Sequence[SampleSize], dp: int, rules: PackingRules, hidden_size: int) -> list[list[MicroBatchPlan]]:
+    """Assign samples to micro-batches.
+
+    Args:
+        samples: all samples of one optimizer update, over all data parallel ranks.
+        dp: data parallel size.
+        rules: budget and switches.
+        hidden_size: of the model, for the cost of a token against that of attention.
+
+    Returns:
+        For each data parallel rank its micro-batches, as many on each rank; a micro-batch may be empty.
+
+    Raises:
+        UserError: one sample alone is over the budget.
+    """
+    trees = _build_trees(samples, rules)
+    if rules.packing:
+        trees = _split_for(trees, samples, dp * rules.min_microbatches)
+        bins = _pack(trees, dp, rules, hidden_size)
+    else:
+        bins = [[tree] for tree in trees]
+        bins += [[] for _ in range(-len(bins) % dp)]
+    return _assign(bins, dp, hidden_size)
+
+
+def _make_tree(members: Sequence[int], samples: Sequence[SampleSize]) -> TreePlan:
+    prompt = samples[members[0]].prompt_tokens
+    branches = [samples[i].branch_tokens for i in members]
+    return TreePlan(tuple(members), prompt + sum(branches), prompt + max(branches))
+
+
+def _build_trees(samples: Sequence[SampleSize], rules: PackingRules) -> list[TreePlan]:
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        if sample.prompt_tokens + sample.branch_tokens > rules.budget:
+            raise UserError(
+                f"update.max_tokens_per_microbatch: {rules.max_tokens} (aligned: {rules.budget}) is less than one sequence: "
+                f"{sample.prompt_tokens} prompt + {sample.branch_tokens} completion tokens"
+            )
+        groups[sample.group if rules.share_prompts and rules.packing else index].append(index)
+    trees = []
+    for members in groups.values():
+        open_tree: list[int] = []
+        for index in members:
+            if open_tree and _make_tree([*open_tree, index], samples).tokens > rules.budget:
+                trees.append(_make_tree(open_tree, samples))
+                open_tree = []
+            open_tree.append(index)
+        trees.append(_make_tree(open_tree, samples))
+    return trees
+
+
+def _split_for(trees: list[TreePlan], samples: Sequence[SampleSize], wanted: int) -> list[TreePlan]:
+    """Halve the largest trees until there is one for each micro-batch, or nothing is left to halve."""
+    trees = list(trees)
+    while len(trees) < wanted:
+        candidates = [tree for tree in trees if len(tree.samples) > 1]
+        if not candidates:
+            break
+        largest = max(candidates, key=lambda tree: (tree.tokens, tree.samples))
+        trees.remove(largest)
+        half = len(largest.samples) // 2
+        trees += [_make_tree(largest.samples[:half], samples), _make_tree(largest.samples[half:], samples)]
+    return trees
+
+
+def _pack(trees: list[TreePlan], dp: int, rules: PackingRules, hidden_size: int) -> list[list[TreePlan]]:
+    """Fill dp * m bins, heaviest tree first into the cheapest bin that has room, with the smallest m that works."""
+    ordered = sorted(trees, key=lambda tree: (-tree.cost(hidden_size), tree.samples))
+    total = sum(tree.tokens for tree in trees)
+    count = max(1, min(rules.min_microbatches, len(trees) // dp), -(-total // (rules.budget * dp)))
+    while True:
+        bins: list[list[TreePlan]] = [[] for _ in range(dp * count)]
+        costs, tokens = [0.0] * len(bins), [0] * len(bins)
+        for tree in ordered:
+            room = [i for i in range(len(bins)) if tokens[i] + tree.tokens <= rules.budget]
+            if not room:
+                break
+            target = min(room, key=lambda i: (costs[i], i))
+            bins[target].append(tree)
+            costs[target] += tree.cost(hidden_size)
+            tokens[target] += tree.tokens
+        else:
+            return bins
+        count += 1  # ends at the latest with one tree a bin: no tree is over the budget
+
+
+def _assign(bins: list[list[TreePlan]], dp: int, hidden_size: int) -> list[list[MicroBatchPlan]]:
+    """Deal bins to ranks so that the micro-batches that run at the same time cost alike: sorted, dealt back and forth."""
+    ordered = sorted(bins, key=lambda trees: -sum(tree.cost(hidden_size) for tree in trees))
+    ranks: list[list[MicroBatchPlan]] = [[] for _ in range(dp)]
+    for start in range(0, len(ordered), dp):
+        row = ordered[start : start + dp]
+        if (start // dp) % 2:
+            row = row[::-1]
+        for rank, trees in enumerate(row):
+            ranks[rank].append(tuple(trees))
+    return ranks

@@ -1,0 +1,22 @@
+"""The frozen model that a KL penalty pulls towards. It is built only where a penalty needs it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megagrpo.models.build import StageModel
+from megagrpo.policy.batch import MicroBatch
+from megagrpo.policy.forward import compute_logprobs
+
+
+class Reference:
+    """A StageModel without gradients or optimizer state."""
+
+    def __init__(self, model: StageModel):
+        self.model = model
+        model.module.requires_grad_(False)
+        model.module.eval()
+
+    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[torch.Tensor]:
+        """Return log-probs [R] per micro-batch; empty on stages other than the last."""
+        return compute_logprobs(self.model, self.model.module, batches, temperature)

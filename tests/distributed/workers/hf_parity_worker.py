@@ -1,0 +1,97 @@
+"""Worker: every family's Megatron model equals transformers' on the log-probs of packed trees, and exports what it imported.
+
+Arguments: folder with one HF model per sub-folder, then layouts such as tp2pp2sp. Runs all models in all layouts in one launch.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from megagrpo.device import device as device_module
+
+DEVICE = device_module.setup()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from megagrpo.models.build import build_transformer_config, load_stage_model  # noqa: E402
+from megagrpo.models.family import read_hf_config  # noqa: E402
+from megagrpo.models.precision import build_precision  # noqa: E402
+from megagrpo.parallel.groups import build_groups  # noqa: E402
+from megagrpo.policy.batch import MicroBatchBuilder, TrainSample  # noqa: E402
+from megagrpo.policy.forward import compute_logprobs  # noqa: E402
+from megagrpo.policy.microbatches import PackingRules, SampleSize, plan_microbatches  # noqa: E402
+from megagrpo.weights.export import WeightExporter  # noqa: E402
+
+TEMPERATURE = 0.7
+TOLERANCE = 2e-6  # float32 log-probs over a small vocabulary: rounding of differently blocked GEMMs
+
+
+def make_samples(vocab_size: int) -> list[TrainSample]:
+    """Ragged groups: shared prompts, a completion of one token, a long tree beyond the dense-attention limit."""
+    random = np.random.default_rng(0)
+    samples = []
+    for group, (prompt, lengths) in enumerate([(7, (3, 1, 5)), (1, (4,)), (12, (2, 9)), (30, (90, 120, 150)), (5, (1,))]):
+        prompt_ids = tuple(int(i) for i in random.integers(0, vocab_size, prompt))
+        for index, length in enumerate(lengths):
+            tokens = random.integers(0, vocab_size, length)
+            samples.append(TrainSample((group, index), prompt_ids, tokens, np.zeros(length, np.float32), 0.0, 0.0))
+    return samples
+
+
+def dense_logprobs(folder: Path, samples: list[TrainSample]) -> dict[tuple[int, int], torch.Tensor]:
+    """The same log-probs from transformers, one padded-free sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    result = {}
+    with torch.no_grad():
+        for sample in samples:
+            ids = torch.tensor([[*sample.prompt_ids, *sample.token_ids.tolist()]])
+            logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].double() / TEMPERATURE
+            result[sample.key] = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+    return result
+
+
+def check(folder: Path, layout: str) -> None:
+    tp, pp = (int(re.search(rf"{name}(\d+)", layout)[1]) for name in ("tp", "pp"))
+    groups = build_groups(tp, pp, timeout_seconds=120)
+    hf = read_hf_config(folder)
+    config = build_transformer_config(hf, groups, build_precision("fp32"), sp="sp" in layout)
+    model = load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False)
+    samples = make_samples(hf.vocab_size)
+    expected = dense_logprobs(folder, samples)
+    for packing, share in ((True, True), (True, False), (False, False)):
+        sizes = [SampleSize(s.key[0], len(s.prompt_ids), len(s.token_ids)) for s in samples]
+        rules = PackingRules(420, alignment=tp if "sp" in layout else 1, packing=packing, share_prompts=share)
+        plan = plan_microbatches(sizes, groups.dp.size(), rules, hf.hidden_size)[groups.dp_rank]
+        builder = MicroBatchBuilder(DEVICE, rules.alignment, pad_token_id=0, use_te=False)
+        batches = [builder.build(micro, samples.__getitem__) for micro in plan]
+        assert all(batch.tokens.shape[1] <= rules.max_tokens for batch in batches)
+        for batch, logprobs in zip(batches, compute_logprobs(model, model.module, batches, TEMPERATURE), strict=groups.is_last_stage):
+            for sequence, key in enumerate(batch.keys):
+                gap = (logprobs[batch.sequence_ids == sequence].double() - expected[key]).abs().max()
+                assert gap <= TOLERANCE, f"{folder.name} {layout} packing={packing} share={share} sample {key}: gap {gap:.2e}"
+    stored = load_file(folder / "model.safetensors")
+    exported = {name: tensor.clone() for name, tensor in WeightExporter(model, bucket_bytes=40_000).tensors()}
+    assert exported.keys() == stored.keys(), exported.keys() ^ stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(exported[name], tensor), f"{folder.name} {layout}: {name} changed between import and export"
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+
+    models, *layouts = sys.argv[1:]
+    for layout in layouts:
+        for folder in sorted(Path(models).iterdir()):
+            check(folder, layout)
+            parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        print("PARITY OK", layouts)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
