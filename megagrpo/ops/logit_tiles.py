@@ -69,17 +69,32 @@ def view(buffer: Tensor, rows: slice, columns: slice) -> Tensor:
     return buffer[: shape[0] * shape[1]].view(shape)
 
 
-def compute_row_statistics(tiles: LogitTiles, targets: Tensor, with_entropy: bool) -> RowStatistics:
-    """Statistics of all rows over the whole vocabulary. Collective over the shard's group: one MAX and one SUM."""
+def stashed(stash: Tensor, num_rows: int, rows: slice, columns: slice) -> Tensor:
+    """The [R, C] tile of a flat stash of num_rows x columns logits; each tile is contiguous."""
+    width = columns.stop - columns.start
+    start = num_rows * columns.start + rows.start * width
+    return stash[start : start + (rows.stop - rows.start) * width].view(-1, width)
+
+
+def compute_row_statistics(tiles: LogitTiles, targets: Tensor, with_entropy: bool, stash: Tensor | None = None) -> RowStatistics:
+    """Statistics of all rows over the whole vocabulary. Collective over the shard's group: one MAX and one SUM.
+
+    Args:
+        tiles: the logits.
+        targets: [T] global ids.
+        with_entropy: also keep the first moment.
+        stash: flat buffer of at least T x columns elements that receives all the logits, or None.
+    """
     statistics = RowStatistics(tiles.num_rows, tiles.dtype, tiles.device, with_entropy)
-    logits = tiles.scratch()
-    exponentials = torch.empty_like(logits) if with_entropy else logits
+    scratch = tiles.scratch()
+    exponentials = torch.empty_like(scratch) if with_entropy else scratch
     for columns, weight in tiles.columns():
         for rows in tiles.rows():
-            x = view(logits, rows, columns)
+            centred = view(scratch, rows, columns)
+            x = centred if stash is None else stashed(stash, tiles.num_rows, rows, columns)
             tiles.fill(x, rows, weight)
             statistics.set_target(rows, x, *tiles.shard.locate(targets[rows], columns))
-            statistics.update(rows, x, x, view(exponentials, rows, columns))
+            statistics.update(rows, x, centred, view(exponentials, rows, columns))
     statistics.all_reduce_(tiles.shard)
     return statistics
 
@@ -142,14 +157,31 @@ class LogitGradient:
         x.scatter_add_(1, position, (self.at_target[rows] * inside).unsqueeze(1))
 
 
-def backpropagate(tiles: LogitTiles, gradient: LogitGradient, grad_hidden: Tensor | None, grad_weight: WeightGradient | None) -> None:
-    """Recomputes every tile and adds its part to grad_hidden [T, H] (float32 or wider; this shard's part) and grad_weight."""
-    logits = tiles.scratch()
-    spare = torch.empty_like(logits) if gradient.needs_scratch else logits
+def backpropagate(
+    tiles: LogitTiles,
+    gradient: LogitGradient,
+    grad_hidden: Tensor | None,
+    grad_weight: WeightGradient | None,
+    stash: Tensor | None = None,
+) -> None:
+    """Adds every tile's part to the gradients.
+
+    Args:
+        tiles: the logits.
+        gradient: their gradient.
+        grad_hidden: [T, H] float32 or wider, receives this shard's part; or None.
+        grad_weight: receives the weight's gradient; or None.
+        stash: the logits that `compute_row_statistics` left there, consumed; None recomputes them.
+    """
+    scratch = tiles.scratch()
+    spare = torch.empty_like(scratch) if gradient.needs_scratch else scratch
     for columns, weight in tiles.columns():
         for rows in tiles.rows():
-            x = view(logits, rows, columns)
-            tiles.fill(x, rows, weight)
+            if stash is None:
+                x = view(scratch, rows, columns)
+                tiles.fill(x, rows, weight)
+            else:
+                x = stashed(stash, tiles.num_rows, rows, columns)
             gradient.compute_(x, view(spare, rows, columns), rows, columns)
             if grad_hidden is not None:
                 accumulate(grad_hidden[rows], x, weight)

@@ -43,14 +43,13 @@ class WeightGradient:
         """What the autograd function returns for the weight.
 
         Args:
-            scale: scalar to multiply a returned buffer by; a gradient that is already in `main_grad` is never scaled.
+            scale: scalar to multiply a returned buffer by, in place; a gradient that is already in `main_grad` is never scaled.
 
         Returns:
             The gradient [Vp, H] in the weight's type; a dummy or None where it is in `main_grad` already.
         """
         if not self.in_main_grad:
-            buffer = self.buffer if scale is None else self.buffer * scale
-            return buffer.to(self.weight.dtype)
+            return (self.buffer if scale is None else self.buffer.mul_(scale)).to(self.weight.dtype)
         if not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True

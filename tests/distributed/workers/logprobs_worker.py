@@ -7,8 +7,9 @@ mismatch raises with the case's name, which ends the launch with a non-zero stat
 import torch
 import torch.distributed as dist
 
-from megagrpo.ops import logit_tiles, tiling
+from megagrpo.ops import logit_tiles, tiling, token_loss
 from megagrpo.ops.logprobs import linear_logprobs
+from megagrpo.ops.token_loss import linear_token_loss
 
 HIDDEN = 5
 # float64, so only the order of summation differs.
@@ -93,6 +94,25 @@ def check_unreduced_hidden_gradient(case):
     torch.testing.assert_close(part, expected, **TOLERANCE)
 
 
+def check_token_loss(case, chunk_rows):
+    """Three GEMMs: the same gradients, one MAX and one SUM a chunk, and one SUM of the hidden gradient."""
+    token_loss.choose_stash_rows = lambda columns, element_bytes, device: chunk_rows
+
+    def loss_fn(logprobs, entropy, rows):
+        return case.coefficients[0, rows] * logprobs.exp() + case.coefficients[1, rows] * entropy
+
+    with CountedReductions() as counted:
+        result = linear_token_loss(
+            case.hidden, case.weight, case.targets, loss_fn, vocab_size=case.vocab_size, group=case.group, compute_entropy=True
+        )
+    expected = loss_fn(*case.dense(1.0), slice(0, len(case.targets))).sum()
+    torch.testing.assert_close(result.loss, expected, **TOLERANCE)
+    case.compare_gradients(2 * expected, 2 * result.loss)
+    chunks = -(-len(case.targets) // chunk_rows)
+    expected_operations = ["max", "sum"] * chunks + ["sum"] if case.group.size() > 1 and chunks else []
+    assert counted.operations == expected_operations, counted.operations
+
+
 # Vocabulary, padded vocabulary, rows. 9 of 16 leaves the last of four ranks with padding alone; 37 does not divide.
 SHAPES = [(40, 40, 7), (37, 40, 7), (9, 16, 5), (37, 40, 1), (37, 40, 0)]
 
@@ -104,6 +124,8 @@ def run(group):
             for temperature in (1.0, torch.linspace(0.5, 2.0, num_rows)):
                 check_logprobs(Case(group, vocab_size, padded, num_rows), temperature)
             check_unreduced_hidden_gradient(Case(group, vocab_size, padded, num_rows))
+            for chunk_rows in (3, 100):
+                check_token_loss(Case(group, vocab_size, padded, num_rows), chunk_rows)
         except Exception as error:
             raise RuntimeError(f"case {name}: {error}") from error
 
