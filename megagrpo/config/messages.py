@@ -65,7 +65,9 @@ def _describe(item: Any, root: type[BaseModel]) -> Iterator[str]:
         fields = ", ".join(_model_at(location, root).model_fields)
         yield f"{place}: {format_value(item['input'])}: must be a section with some of the fields {fields}"
     elif kind == "value_error":
-        yield f"{place}: {context['error']}"
+        text = str(context["error"])
+        names_field = text.partition(":")[0] in _model_at(location, root).model_fields
+        yield f"{place}.{text}" if names_field else f"{place}: {text}"
     else:
         allowed = _ALLOWED.get(kind, "is not a value that this field takes")
         allowed = allowed.format(**{name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()})

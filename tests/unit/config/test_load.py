@@ -119,6 +119,10 @@ def test_all_mistakes_are_reported_at_once_in_plain_lines(write):
             "rewards.functions.4.name: rewards.functions is a list of 1: its entries are rewards.functions.0 to rewards.functions.0",
         ),
         ("algorithm.loss_options={a: b}", 'algorithm.loss_options.a: "b": must be a number'),
+        (
+            "algorithm.kl={estimator: exact, placement: reward}",
+            "algorithm.kl.estimator: exact is a loss term; placement reward takes k1, k2, k3 or abs",
+        ),
         ("steps", "steps: an override is written section.field=value"),
         ("rollout..x=1", "rollout..x=1: an override is written section.field=value"),
         ("rollout.stop=[a", "rollout.stop, line 1, column 3: not valid YAML: expected ',' or ']', but got '<stream end>'"),

@@ -11,7 +11,7 @@ from megagrpo.errors import UserError
 from megagrpo.telemetry import names
 from megagrpo.telemetry.completions import spread, write_completions
 from megagrpo.telemetry.progress import Progress, format_step
-from megagrpo.telemetry.summary import build_summary, package_versions, save_summary
+from megagrpo.telemetry.summary import build_summary, save_summary
 from megagrpo.telemetry.timers import PhaseTimers
 from megagrpo.telemetry.writers import JsonlWriter, open_writers, read_rows
 from megagrpo.types import Completion, Prompt, Reward

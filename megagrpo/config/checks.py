@@ -1,0 +1,166 @@
+"""Checks across sections, against the world size and against the model: everything that can be known before a model is built.
+
+Imports no torch. `parallel/layout.py` stands above this package, but is pure arithmetic that imports nothing.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megagrpo.config.files import check_files, read_hf_config
+from megagrpo.config.hardware import Hardware, detect_hardware
+from megagrpo.config.schema import Config
+from megagrpo.errors import ConfigError
+from megagrpo.parallel.layout import ParallelLayout
+
+# Estimators that compare a completion with the others of its group: alone it would get 0, or nothing at all.
+GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")
+FP8_ALIGNMENT = {"fp8_delayed": 16, "fp8_tensorwise": 16, "fp8_blockwise": 16, "mxfp8": 32}  # tokens of an FP8 GEMM
+
+
+def verify_config(config: Config, world_size: int) -> dict[str, Any]:
+    """Run every check; return the model's `config.json`.
+
+    Raises:
+        ConfigError: all mistakes, one line each.
+    """
+    hf_config = read_hf_config(config.model.path)
+    problems = check_config(config, world_size, hf_config)
+    if problems:
+        raise ConfigError(problems)
+    return hf_config or {}
+
+
+def check_config(config: Config, world_size: int, hf_config: Mapping[str, Any] | None, hardware: Hardware | None = None) -> list[str]:
+    """Return everything that is wrong between the sections, one line each; an empty list where the run can start.
+
+    Args:
+        config: validated section by section already.
+        world_size: ranks of the run.
+        hf_config: the model's `config.json`; None skips what depends on the model.
+        hardware: what the machine has; None looks.
+    """
+    return [
+        *check_files(config),
+        *_check_layout(config, world_size, hf_config),
+        *_check_batch(config, world_size),
+        *_check_lengths(config, hf_config or {}),
+        *_check_sampling(config, hf_config or {}),
+        *_check_algorithm(config),
+        *_check_evaluation(config),
+        *_check_hardware(config, hardware or detect_hardware()),
+    ]
+
+
+def build_layout(config: Config, world_size: int) -> ParallelLayout:
+    """Return the layout that `parallel:` asks for on `world_size` ranks; whether it divides is not checked here."""
+    return ParallelLayout(world_size=world_size, tp=config.parallel.tp, pp=config.parallel.pp)
+
+
+def token_alignment(config: Config) -> int:
+    """Return what packed token counts are padded to a multiple of: tp where sequence parallel, the FP8 block where FP8."""
+    return math.lcm(config.parallel.tp if config.parallel.sp else 1, FP8_ALIGNMENT.get(config.precision.recipe, 1))
+
+
+def _check_layout(config: Config, world_size: int, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
+    layout = build_layout(config, world_size)
+    problems = layout.validate(hf_config)
+    if problems:
+        nearest = layout.nearest_valid(hf_config)
+        works = f"; on {world_size} ranks these work: {' | '.join(valid.describe() for valid in nearest)}" if nearest else ""
+        yield from (f"parallel: {problem}" for problem in problems[:-1])
+        yield f"parallel: {problems[-1]}{works}"
+    if config.parallel.sp and config.parallel.tp == 1:
+        yield "parallel.sp: true: shards activations over tp, which is 1; it needs tp > 1"
+
+
+def _check_batch(config: Config, world_size: int) -> Iterator[str]:
+    prompts, mini_batches = config.rollout.prompts_per_step, config.update.mini_batches_per_step
+    if prompts % mini_batches:
+        divisors = [size for size in range(1, prompts + 1) if prompts % size == 0]
+        below, above = [size for size in divisors if size < mini_batches], [size for size in divisors if size > mini_batches]
+        nearest = [*below[-1:], *above[:1]]
+        yield (
+            f"update.mini_batches_per_step: {mini_batches}: does not divide rollout.prompts_per_step = {prompts}; "
+            f"nearest that do: {', '.join(map(str, nearest))}"
+        )
+        return
+    layout = build_layout(config, world_size)
+    sequences = prompts // mini_batches * config.rollout.completions_per_prompt
+    if world_size % layout.model_size == 0 and sequences < layout.dp:
+        yield (
+            f"rollout.prompts_per_step: {prompts}: {prompts} prompts * {config.rollout.completions_per_prompt} completions / "
+            f"{mini_batches} mini-batches = {sequences} sequences for dp {layout.dp}; each replica needs at least one"
+        )
+
+
+def _check_lengths(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    longest = prompt + new
+    total = f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {new} = {longest}"
+    budget, alignment = config.update.max_tokens_per_microbatch, token_alignment(config)
+    aligned = budget // alignment * alignment
+    if longest > aligned:
+        rounded = "" if aligned == budget else f" ({aligned} in multiples of {alignment})"
+        yield f"update.max_tokens_per_microbatch: {budget}{rounded}: one sequence can have {total} tokens"
+    positions = hf_config.get("max_position_embeddings")
+    if isinstance(positions, int) and longest > positions:
+        yield f"rollout.max_new_tokens: {new}: {total} tokens, but the model has {positions} positions (max_position_embeddings)"
+    if prompt > config.engine.max_prefill_tokens:
+        yield f"engine.max_prefill_tokens: {config.engine.max_prefill_tokens}: one prompt can have data.max_prompt_tokens = {prompt}"
+
+
+def _check_sampling(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    rollout = config.rollout
+    narrowing = [f"top_p {rollout.top_p:g}"] if rollout.top_p < 1 else []
+    narrowing += [f"top_k {rollout.top_k}"] if rollout.top_k > 0 else []
+    if narrowing:
+        why = f"with rollout.{' and '.join(narrowing)} the engine's log-probs are over the tokens it kept, the actor's over all"
+        if config.algorithm.old_logprobs == "engine":
+            yield f"algorithm.old_logprobs: engine: {why}; take actor, or top_p 1 and top_k 0"
+        if rollout.max_logprob_gap is not None:
+            yield f"rollout.max_logprob_gap: {rollout.max_logprob_gap:g}: {why}; leave it out, or take top_p 1 and top_k 0"
+    vocabulary = hf_config.get("vocab_size")
+    if isinstance(vocabulary, int):
+        beyond = [token for token in rollout.stop_token_ids if not 0 <= token < vocabulary]
+        if beyond:
+            yield f"rollout.stop_token_ids: {', '.join(map(str, beyond))}: the model's token ids are 0 to {vocabulary - 1}"
+
+
+def _check_algorithm(config: Config) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.rollout
+    if rollout.completions_per_prompt == 1:
+        alone = "rollout.completions_per_prompt: 1: must be at least 2"
+        if algorithm.advantages in GROUP_BASELINES:
+            yield f"{alone}; algorithm.advantages {algorithm.advantages} compares the completions of a group"
+        if algorithm.dynamic_sampling.enabled:
+            yield f"{alone}; algorithm.dynamic_sampling drops groups of equal rewards, so every group"
+    if algorithm.overlong.penalty > 0:
+        buffer = algorithm.overlong.buffer_tokens
+        if buffer is None and rollout.max_new_tokens < 5:
+            yield f"algorithm.overlong.buffer_tokens: missing; a fifth of rollout.max_new_tokens = {rollout.max_new_tokens} is no token"
+        if buffer is not None and buffer >= rollout.max_new_tokens:
+            yield f"algorithm.overlong.buffer_tokens: {buffer}: must be less than rollout.max_new_tokens = {rollout.max_new_tokens}"
+    if config.optimizer.warmup_steps >= config.run.steps:
+        yield f"optimizer.warmup_steps: {config.optimizer.warmup_steps}: must be less than run.steps = {config.run.steps}"
+
+
+def _check_evaluation(config: Config) -> Iterator[str]:
+    seen: set[str] = set()
+    for position, held_out in enumerate(config.evaluation.sets):
+        place = f"evaluation.sets.{position}.name: {held_out.name}"
+        if held_out.name in seen:
+            yield f"{place}: another set has this name"
+        if not held_out.name or "/" in held_out.name:
+            yield f"{place}: becomes the metric eval/NAME: it must not be empty or hold a slash"
+        seen.add(held_out.name)
+
+
+def _check_hardware(config: Config, hardware: Hardware) -> Iterator[str]:
+    missing = " and ".join(hardware.missing_for_transformer_engine())
+    if not missing:
+        return
+    if config.precision.recipe in FP8_ALIGNMENT:
+        yield f"precision.recipe: {config.precision.recipe}: needs Transformer Engine on CUDA; missing here: {missing}; use fp32 or bf16"
+    if config.model.attention == "te":
+        yield f"model.attention: te: needs Transformer Engine on CUDA; missing here: {missing}; use auto or local"

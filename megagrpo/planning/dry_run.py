@@ -1,0 +1,93 @@
+"""What a run would do, as text: resolved configuration, rank grid, batch arithmetic. No model, no process group, no torch."""
+
+from dataclasses import dataclass
+
+from megagrpo.config.checks import build_layout, token_alignment
+from megagrpo.config.load import dump_config
+from megagrpo.config.schema import Config
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """Counts of one step; "at most" counts assume prompts and completions of the greatest length allowed."""
+
+    groups: int
+    completions: int
+    max_tokens_per_sequence: int
+    max_tokens_per_step: int
+    updates_per_step: int  # mini-batches * epochs
+    groups_per_mini_batch: int
+    sequences_per_mini_batch: int
+    microbatch_tokens: int  # budget in whole multiples of the alignment
+    max_microbatches_per_rank: int  # of one mini-batch
+
+
+def compute_batch_arithmetic(config: Config, dp: int) -> BatchArithmetic:
+    """Return the counts of one step of `config` on `dp` replicas. The configuration has passed its checks."""
+    groups, completions = config.rollout.prompts_per_step, config.rollout.completions_per_prompt
+    mini_batches = config.update.mini_batches_per_step
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    alignment = token_alignment(config)
+    budget = config.update.max_tokens_per_microbatch // alignment * alignment
+    return BatchArithmetic(
+        groups=groups,
+        completions=groups * completions,
+        max_tokens_per_sequence=longest,
+        max_tokens_per_step=groups * completions * longest,
+        updates_per_step=mini_batches * config.update.epochs_per_step,
+        groups_per_mini_batch=groups // mini_batches,
+        sequences_per_mini_batch=groups // mini_batches * completions,
+        microbatch_tokens=budget,
+        max_microbatches_per_rank=_max_microbatches(config, groups // mini_batches, dp, budget),
+    )
+
+
+def _max_microbatches(config: Config, groups: int, dp: int, budget: int) -> int:
+    """Micro-batches of one mini-batch on one rank at most.
+
+    The planner puts each item where there is room. Items of at most s tokens find none only when every micro-batch holds
+    k = budget // s of them already, so ceil(items / (dp * k)) micro-batches always do; a pipeline asks for pp of them at least.
+    An item is a sequence, or, with shared prompts, a prompt with as many of its completions as fit.
+    """
+    prompt, new, completions = config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.rollout.completions_per_prompt
+    sequences = groups * completions
+    if not config.update.packing:
+        return -(-sequences // dp)
+    bounds = [config.parallel.pp, -(-sequences // (dp * (budget // (prompt + new))))]
+    if config.update.share_prompts:
+        together = min(completions, (budget - prompt) // new)
+        trees = groups * -(-completions // together)
+        bounds.append(-(-trees // (dp * (budget // (prompt + together * new)))))
+    return max(bounds)
+
+
+def format_dry_run(config: Config, world_size: int) -> str:
+    """Return the whole text of a dry run; plain, so that it reads the same in a terminal, a pipe and a log."""
+    layout = build_layout(config, world_size)
+    parts = [
+        ("Configuration", dump_config(config).rstrip()),
+        (f"Ranks: {world_size} = {layout.describe()}", f"{layout.grid()}\n(stages separated by |, tp ranks side by side)"),
+        ("One step", "\n".join(_batch_lines(config, compute_batch_arithmetic(config, layout.dp), layout.dp))),
+    ]
+    return "\n\n".join(f"{title}\n{'-' * len(title)}\n{body}" for title, body in parts)
+
+
+def _batch_lines(config: Config, batch: BatchArithmetic, dp: int) -> list[str]:
+    rollout, update, prompt = config.rollout, config.update, config.data.max_prompt_tokens
+    mini_batches, sequences = update.mini_batches_per_step, batch.sequences_per_mini_batch
+    refills = config.algorithm.dynamic_sampling
+    rows = [
+        ("groups", f"{batch.groups}"),
+        ("completions", f"{batch.groups} groups * {rollout.completions_per_prompt} = {batch.completions}"),
+        ("tokens of one sequence", f"at most {prompt} prompt + {rollout.max_new_tokens} new = {batch.max_tokens_per_sequence}"),
+        ("tokens of the step", f"at most {batch.completions} * {batch.max_tokens_per_sequence} = {batch.max_tokens_per_step}"),
+        ("optimizer updates", f"{mini_batches} mini-batches * {update.epochs_per_step} epochs = {batch.updates_per_step}"),
+        ("one mini-batch", f"{batch.groups} / {mini_batches} = {batch.groups_per_mini_batch} groups = {sequences} sequences"),
+        ("sequences per replica", f"{sequences} / dp {dp} = {sequences / dp:g} per mini-batch on average"),
+        ("tokens of a micro-batch", f"at most {batch.microbatch_tokens}" + ("" if update.packing else ", one sequence each (packing off)")),
+        ("micro-batches per rank", f"at most {batch.max_microbatches_per_rank} per mini-batch, as many on every rank"),
+    ]
+    if refills.enabled:
+        rows.insert(2, ("refills", f"at most {refills.max_refills} extra rounds of generation (dynamic sampling)"))
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {text}" for name, text in rows]

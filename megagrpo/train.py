@@ -1,0 +1,84 @@
+"""The torchrun entry: `torchrun --nproc-per-node N -m megagrpo.train CONFIG.yaml [section.field=value ...] [--dry-run]`.
+
+Nothing heavy is imported before the configuration has been read and checked: a mistake costs a second, and the thread settings of a
+rank can only be made before torch is loaded.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megagrpo.errors import UserError
+
+EXIT_USER_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line says on this rank; return the exit code.
+
+    0: done. 2: a mistake of the user's, told in plain lines by rank 0; every rank leaves with it.
+    """
+    options = parse_arguments(arguments)
+    try:
+        _run(options)
+    except UserError as error:
+        if rank() == 0:
+            print(error, file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return config, overrides, dry_run and world_size. A malformed command line leaves with code 2 and the usage."""
+    parser = argparse.ArgumentParser(prog="python -m megagrpo.train", description="Train one run. Started on every rank by torchrun.")
+    parser.add_argument("config", help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="values that win over the file")
+    parser.add_argument("--dry-run", action="store_true", help="print configuration, rank grid and batch arithmetic; build nothing")
+    parser.add_argument("--world-size", type=_positive, help="ranks that a dry run plans for; default: WORLD_SIZE, or 1")
+    options = parser.parse_intermixed_args(arguments)
+    if options.world_size is not None and not options.dry_run:
+        parser.error("--world-size is for --dry-run; a run has the ranks that torchrun started")
+    return options
+
+
+def rank() -> int:
+    """Return this process's rank as torchrun set it; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of ranks that torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _run(options: argparse.Namespace) -> None:
+    from megagrpo.config.checks import verify_config
+    from megagrpo.config.load import load_config
+
+    num_ranks = options.world_size or world_size()
+    config = load_config(options.config, options.overrides)
+    verify_config(config, num_ranks)
+    if options.dry_run:
+        from megagrpo.planning.dry_run import format_dry_run
+
+        if rank() == 0:
+            print(format_dry_run(config, num_ranks))
+        return
+    from megagrpo.device.launch import set_thread_environment
+
+    set_thread_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    from megagrpo.trainer import run_training
+
+    run_training(config)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
+    return number
+
+
+if __name__ == "__main__":  # the checkpoint writer spawns a process that imports this module again
+    sys.exit(main())

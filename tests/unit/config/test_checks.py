@@ -1,0 +1,201 @@
+"""Mistakes between the sections are told all at once, each with its arithmetic, before a model is built."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megagrpo.config.checks import check_config, token_alignment, verify_config
+from megagrpo.config.hardware import Hardware
+from megagrpo.config.load import load_config
+from megagrpo.errors import ConfigError
+
+MODEL = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 1024,
+    "vocab_size": 100,
+}
+NO_GPU = Hardware(torch_cuda=None, nvidia_device=False, transformer_engine=False)
+FULL_GPU = Hardware(torch_cuda="13.0", nvidia_device=True, transformer_engine=True)
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n")
+    return path
+
+
+def problems_of(run_file, *overrides, world_size=1, model=MODEL, hardware=NO_GPU):
+    return check_config(load_config(run_file, list(overrides)), world_size, model, hardware)
+
+
+def test_defaults_have_no_problem(run_file):
+    assert problems_of(run_file) == []
+    assert verify_config(load_config(run_file), 1) == MODEL
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "line"),
+    [
+        (
+            6,
+            ["parallel.tp=2", "parallel.pp=2"],
+            "parallel: 6 ranks are not a multiple of tp 2 * pp 2 = 4; on 6 ranks these work: tp 2, dp 3 | pp 2, dp 3 | dp 6",
+        ),
+        (
+            4,
+            ["parallel.tp=4"],
+            "parallel: 2 key-value heads are not a multiple of tp 4: 2 / 4 = 0.5; "
+            "on 4 ranks these work: tp 2, dp 2 | tp 2, pp 2, dp 1 | dp 4",
+        ),
+        (
+            3,
+            ["parallel.pp=3"],
+            "parallel: 4 layers are not a multiple of pp 3: 4 / 3 = 1.33333; on 3 ranks these work: dp 3",
+        ),
+        (1, ["parallel.sp=true"], "parallel.sp: true: shards activations over tp, which is 1; it needs tp > 1"),
+        (
+            1,
+            ["update.mini_batches_per_step=5"],
+            "update.mini_batches_per_step: 5: does not divide rollout.prompts_per_step = 32; nearest that do: 4, 8",
+        ),
+        (
+            1,
+            ["update.mini_batches_per_step=64"],
+            "update.mini_batches_per_step: 64: does not divide rollout.prompts_per_step = 32; nearest that do: 32",
+        ),
+        (
+            4,
+            ["rollout.prompts_per_step=1", "rollout.completions_per_prompt=2"],
+            "rollout.prompts_per_step: 1: 1 prompts * 2 completions / 1 mini-batches = 2 sequences for dp 4; "
+            "each replica needs at least one",
+        ),
+        (
+            1,
+            ["update.max_tokens_per_microbatch=700"],
+            "update.max_tokens_per_microbatch: 700: one sequence can have "
+            "data.max_prompt_tokens 512 + rollout.max_new_tokens 256 = 768 tokens",
+        ),
+        (
+            2,
+            ["parallel.tp=2", "parallel.sp=true", "update.max_tokens_per_microbatch=769", "data.max_prompt_tokens=513"],
+            "update.max_tokens_per_microbatch: 769 (768 in multiples of 2): one sequence can have data.max_prompt_tokens 513 + "
+            "rollout.max_new_tokens 256 = 769 tokens",
+        ),
+        (
+            1,
+            ["rollout.max_new_tokens=600"],
+            "rollout.max_new_tokens: 600: data.max_prompt_tokens 512 + rollout.max_new_tokens 600 = 1112 tokens, "
+            "but the model has 1024 positions (max_position_embeddings)",
+        ),
+        (1, ["engine.max_prefill_tokens=100"], "engine.max_prefill_tokens: 100: one prompt can have data.max_prompt_tokens = 512"),
+        (
+            1,
+            ["rollout.top_p=0.9", "rollout.top_k=20", "algorithm.old_logprobs=engine"],
+            "algorithm.old_logprobs: engine: with rollout.top_p 0.9 and top_k 20 the engine's log-probs are over the tokens it kept, "
+            "the actor's over all; take actor, or top_p 1 and top_k 0",
+        ),
+        (
+            1,
+            ["rollout.top_k=20", "rollout.max_logprob_gap=1e-4"],
+            "rollout.max_logprob_gap: 0.0001: with rollout.top_k 20 the engine's log-probs are over the tokens it kept, "
+            "the actor's over all; leave it out, or take top_p 1 and top_k 0",
+        ),
+        (1, ["rollout.stop_token_ids=[7, 100, -1]"], "rollout.stop_token_ids: 100, -1: the model's token ids are 0 to 99"),
+        (
+            1,
+            ["rollout.completions_per_prompt=1"],
+            "rollout.completions_per_prompt: 1: must be at least 2; algorithm.advantages grpo compares the completions of a group",
+        ),
+        (
+            1,
+            ["rollout.completions_per_prompt=1", "algorithm.advantages=reinforce_pp", "algorithm.dynamic_sampling.enabled=true"],
+            "rollout.completions_per_prompt: 1: must be at least 2; algorithm.dynamic_sampling drops groups "
+            "of equal rewards, so every group",
+        ),
+        (
+            1,
+            ["algorithm.overlong.penalty=1", "algorithm.overlong.buffer_tokens=256"],
+            "algorithm.overlong.buffer_tokens: 256: must be less than rollout.max_new_tokens = 256",
+        ),
+        (1, ["run.steps=5", "optimizer.warmup_steps=5"], "optimizer.warmup_steps: 5: must be less than run.steps = 5"),
+        (
+            1,
+            ["evaluation.sets=[{name: a, source: train.jsonl}, {name: a, source: train.jsonl}]"],
+            "evaluation.sets.1.name: a: another set has this name",
+        ),
+        (
+            1,
+            ["evaluation.sets=[{name: a/b, source: train.jsonl}]"],
+            "evaluation.sets.0.name: a/b: becomes the metric eval/NAME: it must not be empty or hold a slash",
+        ),
+        (
+            1,
+            ["precision.recipe=mxfp8"],
+            "precision.recipe: mxfp8: needs Transformer Engine on CUDA; missing here: an NVIDIA GPU and a CUDA build of torch and "
+            "Transformer Engine (pip install 'transformer-engine[pytorch]'); use fp32 or bf16",
+        ),
+        (1, ["model.path=nowhere"], "model.path: nowhere: no such folder"),
+        (1, ["model.path=."], "model.path: .: no config.json in it; an HF folder has config.json, safetensors and a tokenizer"),
+        (1, ["model.tokenizer=nowhere"], "model.tokenizer: nowhere: no such folder"),
+        (1, ["data.source=gone.jsonl"], "data.source: gone.jsonl: no such file"),
+        (1, ["data.source=gone.py:rows"], "data.source: gone.py: no such file"),
+        (1, ["rewards.functions.0.name=gone.py:score"], "rewards.functions.0.name: gone.py: no such file"),
+        (1, ["evaluation.sets=[{name: a, source: gone.jsonl}]"], "evaluation.sets.0.source: gone.jsonl: no such file"),
+    ],
+)
+def test_each_mistake_is_one_line_with_its_arithmetic(run_file, world_size, overrides, line):
+    assert problems_of(run_file, *overrides, world_size=world_size) == [line]
+
+
+def test_all_mistakes_come_together(run_file):
+    (run_file.parent / "empty.jsonl").write_text("")
+    (run_file.parent / "model" / "config.json").write_text("[]")
+    overrides = ["data.source=empty.jsonl", "parallel.tp=2", "update.mini_batches_per_step=3"]
+    with pytest.raises(ConfigError) as caught:
+        verify_config(load_config(run_file, overrides), 3)
+    assert [line.split(": ")[0] for line in caught.value.problems] == [
+        "model.path",
+        "data.source",
+        "parallel",
+        "update.mini_batches_per_step",
+    ]
+
+
+def test_transformer_engine_is_accepted_where_it_can_run(run_file):
+    overrides = ["precision.recipe=fp8_delayed", "model.attention=te"]
+    assert problems_of(run_file, *overrides, hardware=FULL_GPU) == []
+    no_package = Hardware(torch_cuda="13.0", nvidia_device=True, transformer_engine=False)
+    assert [line.split(": ")[0] for line in problems_of(run_file, *overrides, hardware=no_package)] == [
+        "precision.recipe",
+        "model.attention",
+    ]
+
+
+def test_token_counts_are_aligned_to_tp_and_to_fp8_blocks(run_file):
+    for overrides, alignment in (
+        ([], 1),
+        (["parallel.tp=2"], 1),
+        (["parallel.tp=2", "parallel.sp=true"], 2),
+        (["parallel.tp=3", "parallel.sp=true", "precision.recipe=mxfp8"], 96),
+    ):
+        assert token_alignment(load_config(run_file, overrides)) == alignment
+
+
+def test_loading_and_checking_import_no_torch(run_file):
+    code = (
+        "import sys; from megagrpo.config.load import load_config; from megagrpo.config.checks import verify_config; "
+        "import megagrpo.planning.dry_run; "
+        f"verify_config(load_config({str(run_file)!r}, ['algorithm.preset=null']), 1); "
+        "sys.exit(int(bool({'torch', 'megatron', 'transformers'} & set(sys.modules))))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,141 @@
+"""A dry run tells what a step will be, with numbers that can be checked by hand, and costs no torch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megagrpo.config.load import load_config
+from megagrpo.config.yaml_core import parse_yaml
+from megagrpo.planning.dry_run import compute_batch_arithmetic, format_dry_run
+from megagrpo.policy.microbatches import PackingRules, SampleSize, plan_microbatches
+from megagrpo.train import main, parse_arguments
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    model = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n")
+    return path
+
+
+OVERRIDES = [
+    "rollout.prompts_per_step=12",
+    "rollout.completions_per_prompt=3",
+    "rollout.max_new_tokens=60",
+    "data.max_prompt_tokens=40",
+    "update.mini_batches_per_step=2",
+    "update.epochs_per_step=2",
+    "update.max_tokens_per_microbatch=350",
+]
+
+
+def test_batch_arithmetic_by_hand(run_file):
+    # 12 / 2 = 6 groups * 3 = 18 sequences per mini-batch. 3 sequences of 100 tokens fit 350: ceil(18 / (4 * 3)) = 2 micro-batches.
+    # Shared prompts: 40 + 3 * 60 = 220 tokens a group, 1 group a micro-batch: ceil(6 / 4) = 2.
+    batch = compute_batch_arithmetic(load_config(run_file, OVERRIDES), dp=4)
+    assert (batch.completions, batch.max_tokens_per_step, batch.updates_per_step) == (36, 3600, 4)
+    assert (batch.groups_per_mini_batch, batch.sequences_per_mini_batch) == (6, 18)
+    assert batch.max_microbatches_per_rank == 2
+
+
+def test_without_packing_each_sequence_is_a_micro_batch(run_file):
+    batch = compute_batch_arithmetic(load_config(run_file, [*OVERRIDES, "update.packing=false"]), dp=4)
+    assert batch.max_microbatches_per_rank == 5
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_plan_has_more_micro_batches_than_the_bound(run_file, data):
+    draw = data.draw
+    groups, completions = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    prompt, new = draw(st.integers(1, 20)), draw(st.integers(1, 20))
+    budget = draw(st.integers(prompt + new, 4 * (prompt + new)))
+    dp, pp = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2]))
+    packing, share = draw(st.booleans()), draw(st.booleans())
+    overrides = {
+        "rollout.prompts_per_step": groups,
+        "rollout.completions_per_prompt": completions,
+        "rollout.max_new_tokens": new,
+        "data.max_prompt_tokens": prompt,
+        "update.max_tokens_per_microbatch": budget,
+        "update.packing": str(packing).lower(),
+        "update.share_prompts": str(share).lower(),
+        "parallel.pp": pp,
+    }
+    config = load_config(run_file, [f"{name}={value}" for name, value in overrides.items()])
+    samples = []
+    for group in range(groups):
+        prompt_tokens = draw(st.integers(1, prompt))
+        samples += [SampleSize(group, prompt_tokens, draw(st.integers(1, new))) for _ in range(completions)]
+    rules = PackingRules(budget, packing=packing, share_prompts=share, min_microbatches=pp)
+    plans = plan_microbatches(samples, dp, rules, hidden_size=8)
+    assert max(map(len, plans)) <= compute_batch_arithmetic(config, dp).max_microbatches_per_rank
+
+
+def test_the_text_holds_the_resolved_config_the_grid_and_the_arithmetic(run_file):
+    config = load_config(run_file, [*OVERRIDES, "parallel.tp=2"])
+    text = format_dry_run(config, 4)
+    resolved = text.split("\n\n")[0].split("\n", 2)[2]
+    assert parse_yaml(resolved, "dry run")["rollout"]["prompts_per_step"] == 12
+    assert "Ranks: 4 = tp 2, dp 2" in text
+    assert "replica 0: 0 1\nreplica 1: 2 3" in text
+    for line in (
+        "completions              12 groups * 3 = 36",
+        "tokens of the step       at most 36 * 100 = 3600",
+        "optimizer updates        2 mini-batches * 2 epochs = 4",
+        "sequences per replica    18 / dp 2 = 9 per mini-batch on average",
+        "micro-batches per rank   at most 3 per mini-batch, as many on every rank",
+    ):
+        assert line in text
+
+
+def run_train(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "megagrpo.train", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_dry_run_builds_nothing_and_imports_no_torch(run_file):
+    done = run_train(str(run_file), "--dry-run", "parallel.pp=2", WORLD_SIZE="2")
+    assert done.returncode == 0
+    assert "replica 0: 0 | 1" in done.stdout
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "yaml" in imported
+    assert not {"torch", "megatron", "transformers"} & imported
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_alone_tells_a_mistake_and_all_ranks_leave_with_code_2(run_file, monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([str(run_file), "parallel.tp=2", "rollout.temprature=1"]) == 2
+    message = "rollout.temprature: not a field; did you mean temperature?\n" if rank == "0" else ""
+    assert capsys.readouterr() == ("", message)
+
+
+def test_options_and_overrides_may_come_in_any_order():
+    options = parse_arguments(["--dry-run", "run.yaml", "a.b=1", "--world-size", "4", "c.d=-2"])
+    assert (options.config, options.overrides, options.dry_run, options.world_size) == ("run.yaml", ["a.b=1", "c.d=-2"], True, 4)
+
+
+@pytest.mark.parametrize("arguments", [["run.yaml", "--world-size", "2"], ["run.yaml", "--dry-run", "--world-size", "0"], []])
+def test_a_malformed_command_line_is_refused_with_the_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        parse_arguments(arguments)
+    assert left.value.code == 2
+    assert "usage: python -m megagrpo.train" in capsys.readouterr().err
