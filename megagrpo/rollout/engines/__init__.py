@@ -1,0 +1,10 @@
+"""Rollout engines by name. Each is imported when it is first asked for: none pulls in the others' packages."""
+
+from megagrpo.rollout.engines.base import ENGINES, Engine
+
+
+@ENGINES.register("transformers")
+def _transformers(*args, **options) -> Engine:
+    from megagrpo.rollout.engines.transformers import TransformersEngine
+
+    return TransformersEngine(*args, **options)
