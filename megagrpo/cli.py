@@ -1,0 +1,86 @@
+"""The `megagrpo` command: run, doctor, report, convert. Torch is imported by what a command starts, not by the command line."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megagrpo.errors import UserError
+from megagrpo.train import EXIT_USER_ERROR
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="RL post-training at Megatron scale.")
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user's is printed in plain lines and leaves with code 2."""
+    try:
+        app()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="values that win over the file")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="processes to start; default: one replica, tp * pp")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print configuration, rank grid and batch arithmetic; start nothing")] = False,
+) -> None:
+    """Train on this machine: check the configuration, then start torchrun."""
+    from megagrpo.config.checks import verify_config
+    from megagrpo.config.load import load_config
+
+    resolved = load_config(config, overrides or [])
+    num_ranks = nproc or resolved.parallel.tp * resolved.parallel.pp
+    verify_config(resolved, num_ranks)
+    if dry_run:
+        from megagrpo.planning.dry_run import format_dry_run
+
+        print(format_dry_run(resolved, num_ranks))
+        return
+    from megagrpo.device.launch import set_thread_environment
+
+    set_thread_environment(num_ranks)
+    command = torchrun_command(config, overrides or [], num_ranks)
+    os.execvp(command[0], command)  # torchrun takes this process's place: signals and the exit code are its own
+
+
+def torchrun_command(config: Path, overrides: list[str], num_ranks: int) -> list[str]:
+    """Return the command that trains on `num_ranks` processes of this machine; they meet on the loopback at a port that is free then."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={num_ranks}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",  # port 0: the system picks a free one while the store opens it, so nothing can take it between
+        "--local-addr=127.0.0.1",
+        "-m",
+        "megagrpo.train",
+        str(config),
+        *overrides,
+    ]
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine and this environment have, and what is missing for what."""
+    from megagrpo.planning.doctor import format_doctor
+
+    print(format_doctor())
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="folder of a run")]) -> None:
+    """Write RUN_DIR/report.html: reward, evaluation, log-prob gap and times over the steps."""
+    from megagrpo.telemetry.report import write_report
+
+    print(write_report(run_dir))
+
+
+if __name__ == "__main__":
+    main()

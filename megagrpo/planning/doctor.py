@@ -1,0 +1,67 @@
+"""What this machine and this environment have. Packages are looked up, never imported."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+from megagrpo.config.hardware import Hardware, detect_hardware
+from megagrpo.telemetry.summary import package_versions
+
+_ENGINES = ("transformers", "vllm", "sglang")
+_OPTIONAL = {
+    "math_verify": "reward `math` (pip install 'megagrpo[rewards]')",
+    "tensorboard": "TensorBoard files (telemetry.tensorboard)",
+    "plotly": "`megagrpo report` (pip install plotly)",
+    "transformer_engine": "FP8 recipes and model.attention te (pip install 'megagrpo[te]')",
+}
+
+
+def format_doctor(hardware: Hardware | None = None) -> str:
+    """Return the findings as text, a line each.
+
+    Args:
+        hardware: None looks.
+    """
+    hardware = hardware or detect_hardware()
+    rows = [("package " + name, version) for name, version in package_versions().items()]
+    rows += _hardware_rows(hardware)
+    rows += [(f"engine {name}", "found" if is_installed(name) else "not in this environment") for name in _ENGINES]
+    rows += [(f"optional {name}", f"missing: needed for {use}") for name, use in _OPTIONAL.items() if not is_installed(name)]
+    if is_wrong_apex():
+        rows.append(("apex", "this is PyPI's web toolkit, not NVIDIA Apex: pip uninstall apex"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def is_installed(module: str) -> bool:
+    """Return whether the top-level `module` could be imported; it is not."""
+    return importlib.util.find_spec(module) is not None
+
+
+def is_wrong_apex() -> bool:
+    """Return whether the installed `apex` is the unrelated package by that name: NVIDIA's has apex/optimizers."""
+    spec = importlib.util.find_spec("apex")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return spec is not None and not any((Path(folder) / "optimizers").is_dir() for folder in folders or [])
+
+
+def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Return the memory that new processes can take without swapping (Linux's MemAvailable), None where it is not told."""
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return kibibytes[0] * 1024 if kibibytes else None
+
+
+def _hardware_rows(hardware: Hardware) -> list[tuple[str, str]]:
+    memory = available_memory_bytes()
+    missing = hardware.missing_for_transformer_engine()
+    return [
+        ("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
+        ("free memory", "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"),
+        ("torch build", "CPU" if hardware.torch_cuda is None else f"CUDA {hardware.torch_cuda}"),
+        ("NVIDIA device", "found" if hardware.nvidia_device else "none: ranks run on CPU over gloo"),
+        ("Transformer Engine", f"cannot be used; missing: {' and '.join(missing)}" if missing else "can be used"),
+    ]

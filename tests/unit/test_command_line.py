@@ -1,0 +1,117 @@
+"""The `megagrpo` command: mistakes cost no launch, and what is launched meets on the loopback with its threads set."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megagrpo import cli
+from megagrpo.errors import UserError
+from megagrpo.planning.doctor import available_memory_bytes, format_doctor
+from megagrpo.telemetry import names
+from megagrpo.telemetry.report import select_panels, write_report
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_hidden_layers": 4}))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n")
+    return path
+
+
+def call(monkeypatch, *arguments):
+    """Run the command line in this process; return its exit code and the command that it would have turned into."""
+    launched = []
+    monkeypatch.setattr(sys, "argv", ["megagrpo", *map(str, arguments)])
+    monkeypatch.setattr(os, "execvp", lambda program, command: launched.append((program, command)))
+    monkeypatch.setattr("megagrpo.device.launch.set_thread_environment", lambda ranks: launched.append(ranks))
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return left.value.code, launched
+
+
+def test_a_mistake_is_told_without_launching(run_file, monkeypatch, capsys):
+    code, launched = call(monkeypatch, "run", run_file, "rollout.temprature=1", "--nproc", "2")
+    assert (code, launched) == (2, [])
+    assert capsys.readouterr() == ("", "rollout.temprature: not a field; did you mean temperature?\n")
+
+
+def test_run_starts_one_replica_on_the_loopback_with_threads_set(run_file, monkeypatch):
+    code, launched = call(monkeypatch, "run", run_file, "parallel.tp=2", "rollout.top_k=-0")
+    ranks, (program, command) = launched
+    assert (code, ranks, program) == (0, 2, sys.executable)
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert {"--nproc-per-node=2", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"} <= set(command)
+    assert command[-5:] == ["-m", "megagrpo.train", str(run_file), "parallel.tp=2", "rollout.top_k=-0"]
+
+
+def test_dry_run_prints_and_launches_nothing(run_file, monkeypatch, capsys):
+    code, launched = call(monkeypatch, "run", run_file, "--nproc", "4", "--dry-run")
+    assert (code, launched) == (0, [])
+    assert "Ranks: 4 = dp 4" in capsys.readouterr().out
+
+
+def test_doctor_imports_nothing_heavy_and_names_what_is_there():
+    code = "import sys; from megagrpo import cli; sys.argv = ['megagrpo', 'doctor']\ntry:\n    cli.main()\nexcept SystemExit: pass\n"
+    code += "print('heavy:', sorted({'torch', 'megatron', 'transformers', 'vllm', 'plotly'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+    for label in (
+        "package torch ",
+        "cores ",
+        "free memory ",
+        "torch build ",
+        "engine transformers ",
+        "engine vllm ",
+        "Transformer Engine ",
+    ):
+        assert any(line.startswith(label) for line in done.stdout.splitlines()), label
+
+
+def test_free_memory_is_what_linux_calls_available(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       100 kB\nMemAvailable:    64 kB\n")
+    assert available_memory_bytes(tmp_path / "meminfo") == 64 * 1024
+    assert available_memory_bytes(tmp_path / "none") is None
+
+
+def test_doctor_recognises_the_package_that_is_not_nvidia_apex(tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "not NVIDIA Apex" in format_doctor()
+    (tmp_path / "apex" / "optimizers").mkdir()
+    assert "not NVIDIA Apex" not in format_doctor()
+
+
+ROWS = [
+    {"step": 0, "eval/held_out": 0.3},
+    {"step": 1, names.REWARD: 0.5, names.LOGPROB_GAP: None, names.STEP_SECONDS: 2.0, names.STEP_CPU_SECONDS: 4.0, "entropy": 1.5},
+    {"step": 2, names.REWARD: 0.7, "eval/held_out": 0.6},
+]
+
+
+def test_a_report_shows_each_metric_once():
+    panels = select_panels(ROWS)
+    assert list(panels) == ["Reward", "Evaluation", "Log-prob gap, engine against actor", "Seconds", "CPU seconds", "Further metrics"]
+    assert panels["Evaluation"] == {"eval/held_out": ([0, 2], [0.3, 0.6])}
+    drawn = [name for series in panels.values() for name in series]
+    assert sorted(drawn) == sorted({name for row in ROWS for name in row} - {"step"})
+
+
+def test_a_report_is_one_file_that_needs_no_network(tmp_path):
+    pytest.importorskip("plotly")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    html = write_report(tmp_path).read_text()
+    assert "eval/held_out" in html or "eval\\u002fheld_out" in html
+    assert "<script src=" not in html
+
+
+def test_a_folder_without_metrics_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: no such file"):
+        write_report(tmp_path)
