@@ -14,6 +14,17 @@ from torch import Tensor
 from megagrpo.algorithms.advantages.base import AdvantageInputs, register_estimator
 
 
+def compute_pass_at_k(n: int, c: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, Eq. 1).
+
+    Args:
+        n: samples drawn, at least k.
+        c: successful ones among them.
+        k: samples of which one must succeed, at least 1.
+    """
+    return 1 - comb(n - c, k) / comb(n, k)
+
+
 @register_estimator("pass_at_k", options={"k": 4, "success_above": 0.5})
 def pass_at_k(inputs: AdvantageInputs) -> Tensor:
     """Compute the mean, over the k-subsets that hold completion i, of the subset's standardised success [N, G].
@@ -28,10 +39,10 @@ def pass_at_k(inputs: AdvantageInputs) -> Tensor:
     for row, (n, c) in enumerate(zip(members, successes, strict=True)):
         if n < k:
             continue
-        mean = 1 - comb(n - c, k) / comb(n, k)
+        mean = compute_pass_at_k(n, c, k)
         std = sqrt(mean * (1 - mean))
         if std == 0:
             continue
         failure = (1 - comb(n - c - 1, k - 1) / comb(n - 1, k - 1) - mean) / std
-        advantages[row] = torch.where(success[row], (1 - mean) / std, failure)
+        advantages[row].fill_(failure).masked_fill_(success[row], (1 - mean) / std)
     return torch.where(inputs.valid, advantages, 0.0)

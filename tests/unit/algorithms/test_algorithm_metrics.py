@@ -1,0 +1,54 @@
+"""Metrics: sums and counts travel, only the end divides."""
+
+import pytest
+import torch
+
+from megagrpo.algorithms.metrics import declare_metric, finalize_metrics, measure, merge_metrics, pack_metrics, unpack_metrics
+
+VALUES = torch.tensor([3.0, -1.0, 4.0, 1.0, -5.0])
+
+
+def measure_all(values):
+    return {name: measure(name, values) for name in ("ratio", "ratio_max", "ratio_min", "loss", "rollout_gap/age_1")}
+
+
+def test_mean_is_over_values_and_not_over_micro_batches():
+    results = finalize_metrics(merge_metrics([measure_all(VALUES[:1]), measure_all(VALUES[1:])]))
+    assert results["ratio"] == pytest.approx(VALUES.mean().item())  # the mean of the two means would be 1.375
+    assert (results["ratio_max"], results["ratio_min"], results["loss"]) == (4.0, -5.0, 2.0)
+
+
+@pytest.mark.parametrize("split", [(2, 3), (0, 5), (5, 0)])
+def test_two_vectors_reduced_over_ranks_give_the_metrics_of_all_values(split):
+    """SUM and MAX of the packed vectors stand for the two all-reduces; a rank without values takes part."""
+    ranks = [measure_all(part) for part in VALUES.split(split)]
+    packed = [pack_metrics(metrics) for metrics in ranks]
+    sums = torch.stack([p[0] for p in packed]).sum(0)
+    extrema = torch.stack([p[1] for p in packed]).amax(0)
+    assert finalize_metrics(unpack_metrics(ranks[0], sums, extrema)) == finalize_metrics(measure_all(VALUES))
+
+
+def test_metric_without_a_value_is_left_out():
+    assert "ratio_max" not in finalize_metrics(measure_all(VALUES[:0]))
+
+
+def test_clip_fraction_adds_its_sides():
+    flags = torch.tensor([True, False, False, False])
+    results = finalize_metrics({name: measure(name, flags) for name in ("clip_fraction_low", "clip_fraction_high")})
+    assert results["clip_fraction"] == 0.5
+
+
+def test_metrics_are_detached_float64():
+    metric = measure("ratio", torch.ones(3, requires_grad=True))
+    assert metric.value.dtype == torch.float64 and not metric.value.requires_grad
+
+
+def test_undeclared_metric_raises():
+    with pytest.raises(KeyError):
+        measure("rattio", VALUES)
+
+
+def test_metric_cannot_be_declared_twice_with_different_reductions():
+    declare_metric("ratio", "mean", "actor / old probability of the sampled tokens")
+    with pytest.raises(ValueError, match="ratio"):
+        declare_metric("ratio", "max", "something else")
