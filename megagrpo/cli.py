@@ -37,9 +37,9 @@ def run(
     num_ranks = nproc or resolved.parallel.tp * resolved.parallel.pp
     verify_config(resolved, num_ranks)
     if dry_run:
-        from megagrpo.planning.dry_run import format_dry_run
+        from megagrpo.planning.dry_run import print_dry_run
 
-        print(format_dry_run(resolved, num_ranks))
+        print_dry_run(resolved, num_ranks)
         return
     from megagrpo.device.launch import set_thread_environment
 

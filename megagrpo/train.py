@@ -7,26 +7,40 @@ rank can only be made before torch is loaded.
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from megagrpo.errors import UserError
 
 EXIT_USER_ERROR = 2
+GRACE_SECONDS = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line says on this rank; return the exit code.
 
-    0: done. 2: a mistake of the user's, told in plain lines by rank 0; every rank leaves with it.
+    0: done. 2: a mistake of the user's, told in plain lines.
     """
     options = parse_arguments(arguments)
     try:
         _run(options)
     except UserError as error:
-        if rank() == 0:
-            print(error, file=sys.stderr, flush=True)
+        tell(error)
         return EXIT_USER_ERROR
     return 0
+
+
+def tell(error: UserError) -> None:
+    """Print a mistake once for all ranks.
+
+    torchrun ends all ranks when the first one leaves. So the others give rank 0 time to print what all of them have found; one that is
+    still there after that met something that rank 0 did not, and prints it under its own name.
+    """
+    if rank() == 0:
+        print(error, file=sys.stderr, flush=True)
+        return
+    time.sleep(GRACE_SECONDS)
+    print("\n".join(f"rank {rank()}: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -60,10 +74,10 @@ def _run(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     verify_config(config, num_ranks)
     if options.dry_run:
-        from megagrpo.planning.dry_run import format_dry_run
+        from megagrpo.planning.dry_run import print_dry_run
 
         if rank() == 0:
-            print(format_dry_run(config, num_ranks))
+            print_dry_run(config, num_ranks)
         return
     from megagrpo.device.launch import set_thread_environment
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from rich.console import Console
+
 from megagrpo.config.checks import build_layout, token_alignment
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import Config
@@ -61,8 +63,13 @@ def _max_microbatches(config: Config, groups: int, dp: int, budget: int) -> int:
     return max(bounds)
 
 
+def print_dry_run(config: Config, world_size: int) -> None:
+    """Print `format_dry_run` to standard output: coloured on a terminal, the plain text anywhere else."""
+    Console(soft_wrap=True).print(format_dry_run(config, world_size), markup=False)
+
+
 def format_dry_run(config: Config, world_size: int) -> str:
-    """Return the whole text of a dry run; plain, so that it reads the same in a terminal, a pipe and a log."""
+    """Return the whole text of a dry run."""
     layout = build_layout(config, world_size)
     parts = [
         ("Configuration", dump_config(config).rstrip()),

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from megagrpo.config.checks import check_config, token_alignment, verify_config
+from megagrpo.config.checks import GROUP_BASELINES, check_config, token_alignment, verify_config
 from megagrpo.config.hardware import Hardware
-from megagrpo.config.load import load_config
+from megagrpo.config.load import dump_config, load_config
 from megagrpo.errors import ConfigError
 
 MODEL = {
@@ -199,3 +199,24 @@ def test_loading_and_checking_import_no_torch(run_file):
         "sys.exit(int(bool({'torch', 'megatron', 'transformers'} & set(sys.modules))))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_estimators_with_a_group_baseline_are_those_that_declare_one():
+    from megagrpo.algorithms.advantages import ADVANTAGES
+
+    assert sorted(GROUP_BASELINES) == [name for name in ADVANTAGES.names() if ADVANTAGES.get(name).group_baseline]
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo", "reinforce_pp"])
+def test_every_preset_loads_passes_the_checks_and_reloads_unchanged(run_file, preset):
+    config = load_config(run_file, [f"algorithm.preset={preset}"])
+    assert check_config(config, 1, MODEL, NO_GPU) == []
+    (run_file.parent / "resolved.yaml").write_text(dump_config(config))
+    assert load_config(run_file.parent / "resolved.yaml") == config
+
+
+def test_an_unknown_preset_is_told_with_all_other_mistakes(run_file):
+    with pytest.raises(ConfigError) as caught:
+        load_config(run_file, ["algorithm.preset=dpo", "run.steps=0"])
+    assert caught.value.problems[0].startswith("algorithm.preset: 'dpo' is not a preset; did you mean dapo?; known: ")
+    assert caught.value.problems[1:] == ["run.steps: 0: must be at least 1"]
