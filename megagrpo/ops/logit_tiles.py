@@ -1,15 +1,14 @@
-"""Tiles of the logits hidden @ weight.T / temperature, and the gradient that flows back through them."""
+"""Tiles of the logits hidden @ weight.T / temperature, and the pass over them that takes their statistics."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from megagrpo.ops.matmul import accumulate, as_operand, multiply_transposed, statistics_dtype
-from megagrpo.ops.row_statistics import LN2, LOG2E, RowStatistics
+from megagrpo.ops.matmul import as_operand, multiply_transposed, statistics_dtype
+from megagrpo.ops.row_statistics import LOG2E, RowStatistics
 from megagrpo.ops.tiling import choose_tiling
 from megagrpo.ops.vocab_shard import VocabShard
-from megagrpo.ops.weight_gradient import WeightGradient
 
 
 class LogitTiles:
@@ -41,7 +40,11 @@ class LogitTiles:
     def columns(self) -> Iterator[tuple[slice, Tensor]]:
         """Local column ranges with their weight operand [C, H]. The outer loop: a widened weight tile serves all rows."""
         for columns in self.tiling.column_slices(self.shard.num_columns if self.num_rows else 0):
-            yield columns, as_operand(self.weight[columns])
+            yield columns, self.weight_operand(columns)
+
+    def weight_operand(self, columns: slice) -> Tensor:
+        """[C, H] ready to be multiplied."""
+        return as_operand(self.weight[columns])
 
     def rows(self) -> Iterator[slice]:
         """Row ranges. The inner loop."""
@@ -97,93 +100,3 @@ def compute_row_statistics(tiles: LogitTiles, targets: Tensor, with_entropy: boo
             statistics.update(rows, x, centred, view(exponentials, rows, columns))
     statistics.all_reduce_(tiles.shard)
     return statistics
-
-
-class LogitGradient:
-    """dL/dlogits of a tile from dL/dlogprob and dL/dentropy.
-
-    With u_j = log2 p_j, temperature t, a = -(grad_logprob + grad_entropy * entropy) / t and b = -grad_entropy * ln 2 / t,
-
-        dL/dlogit_j = p_j (a + b u_j) + 1[j = target] grad_logprob / t
-
-    which is grad_logprob (1[j = target] - p_j) - grad_entropy p_j (ln p_j + entropy), over t.
-
-    Args:
-        tiles: the logits.
-        targets: [T] global ids.
-        log2_normaliser: [T] over the whole vocabulary.
-        grad_logprobs: [T] or None.
-        entropy: [T] or None; needed with grad_entropy.
-        grad_entropy: [T] or None.
-    """
-
-    def __init__(
-        self,
-        tiles: LogitTiles,
-        targets: Tensor,
-        log2_normaliser: Tensor,
-        grad_logprobs: Tensor | None,
-        entropy: Tensor | None = None,
-        grad_entropy: Tensor | None = None,
-    ):
-        self.shard, self.targets, self.log2_normaliser = tiles.shard, targets, log2_normaliser.unsqueeze(1)
-        # scale = log2(e) / temperature, so scale * ln 2 is the factor of the chain rule through the temperature.
-        factor = tiles.scale * LN2 if tiles.row_scale is None else tiles.row_scale.squeeze(1) * (tiles.scale * LN2)
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(log2_normaliser)
-        self.at_target = grad_logprobs.to(tiles.dtype) * factor
-        self.constant = -self.at_target
-        self.slope: Tensor | None = None
-        if grad_entropy is not None:
-            grad_entropy = grad_entropy.to(tiles.dtype) * factor
-            self.constant = self.constant - grad_entropy * entropy
-            self.slope = (grad_entropy * -LN2).unsqueeze(1)
-        self.constant = self.constant.unsqueeze(1)
-
-    @property
-    def needs_scratch(self) -> bool:
-        """Whether `compute_` needs a second tile."""
-        return self.slope is not None
-
-    def compute_(self, x: Tensor, scratch: Tensor, rows: slice, columns: slice) -> None:
-        """Turns the base-2 logits x [R, C] into dL/dlogits in place; scratch [R, C] is used where `needs_scratch`."""
-        x.sub_(self.log2_normaliser[rows])
-        if self.slope is None:
-            x.exp2_().mul_(self.constant[rows])
-        else:
-            torch.addcmul(self.constant[rows], self.slope[rows], x, out=scratch)
-            x.exp2_().mul_(scratch)
-        inside, position = self.shard.locate(self.targets[rows], columns)
-        x.scatter_add_(1, position, (self.at_target[rows] * inside).unsqueeze(1))
-
-
-def backpropagate(
-    tiles: LogitTiles,
-    gradient: LogitGradient,
-    grad_hidden: Tensor | None,
-    grad_weight: WeightGradient | None,
-    stash: Tensor | None = None,
-) -> None:
-    """Adds every tile's part to the gradients.
-
-    Args:
-        tiles: the logits.
-        gradient: their gradient.
-        grad_hidden: [T, H] float32 or wider, receives this shard's part; or None.
-        grad_weight: receives the weight's gradient; or None.
-        stash: the logits that `compute_row_statistics` left there, consumed; None recomputes them.
-    """
-    scratch = tiles.scratch()
-    spare = torch.empty_like(scratch) if gradient.needs_scratch else scratch
-    for columns, weight in tiles.columns():
-        for rows in tiles.rows():
-            if stash is None:
-                x = view(scratch, rows, columns)
-                tiles.fill(x, rows, weight)
-            else:
-                x = stashed(stash, tiles.num_rows, rows, columns)
-            gradient.compute_(x, view(spare, rows, columns), rows, columns)
-            if grad_hidden is not None:
-                accumulate(grad_hidden[rows], x, weight)
-            if grad_weight is not None:
-                grad_weight.add_(columns, x, tiles.hidden_operand(rows))

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.ops.logit_tiles import LogitGradient, LogitTiles, backpropagate, compute_row_statistics
+from megagrpo.ops.logit_gradient import LogitGradient, recompute_gradients
+from megagrpo.ops.logit_tiles import LogitTiles, compute_row_statistics
 from megagrpo.ops.vocab_shard import VocabShard, check_inputs
-from megagrpo.ops.weight_gradient import WeightGradient
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, log2_normaliser, entropy = ctx.saved_tensors
-        tiles = LogitTiles(hidden, weight, ctx.shard, ctx.temperature)
-        grad_hidden = torch.zeros(hidden.shape, dtype=tiles.dtype, device=hidden.device) if ctx.needs_input_grad[0] else None
-        grad_weight = WeightGradient(weight, ctx.accumulate_main_grad) if ctx.needs_input_grad[1] else None
-        if grad_logprobs is not None or grad_entropy is not None:
-            gradient = LogitGradient(tiles, targets, log2_normaliser, grad_logprobs, entropy, grad_entropy)
-            backpropagate(tiles, gradient, grad_hidden, grad_weight)
-        if grad_hidden is not None:
-            if ctx.reduce_hidden_grad:
-                ctx.shard.all_reduce_sum_(grad_hidden)
-            grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, None if grad_weight is None else grad_weight.autograd_result(), *[None] * 6
+        gradient = LogitGradient(LogitTiles(hidden, weight, ctx.shard, ctx.temperature), log2_normaliser)
+        gradient.add_logprobs(grad_logprobs, targets)
+        gradient.add_entropy(grad_entropy, entropy)
+        return *recompute_gradients(gradient, ctx.needs_input_grad, ctx.reduce_hidden_grad, ctx.accumulate_main_grad), *[None] * 6

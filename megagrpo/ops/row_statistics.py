@@ -35,9 +35,9 @@ class RowStatistics:
     def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device, with_moment: bool):
         self.maximum = torch.full((num_rows,), _LOWEST, dtype=dtype, device=device)
         # total, target and moment lie in one buffer, so that one SUM all-reduce carries them.
-        self._sums = torch.zeros((3 if with_moment else 2, num_rows), dtype=dtype, device=device)
-        self.total, self.target = self._sums[0], self._sums[1]
-        self.moment = self._sums[2] if with_moment else None
+        self.sums = torch.zeros((3 if with_moment else 2, num_rows), dtype=dtype, device=device)
+        self.total, self.target = self.sums[0], self.sums[1]
+        self.moment = self.sums[2] if with_moment else None
 
     def update(self, rows: slice, x: Tensor, centred: Tensor, exponential: Tensor) -> None:
         """Takes a tile into account.
@@ -48,19 +48,38 @@ class RowStatistics:
             centred: [R, C] scratch, may be `x` itself, which is then lost.
             exponential: [R, C] scratch; may be `centred` where no moment is kept.
         """
-        old, total = self.maximum[rows], self.total[rows]
-        new = torch.maximum(old, x.amax(dim=1))
-        shift = old - new
-        rescale = torch.exp2(shift)
-        torch.sub(x, new.unsqueeze(1), out=centred)
+        self.recentre(rows, x, centred)
         torch.exp2(centred, out=exponential)
+        self.total[rows].add_(exponential.sum(dim=1))
         if self.moment is not None:
-            moment = self.moment[rows]
-            # Before total is touched: sum 2^(x-m') (x-m') = 2^(m-m') (moment + (m - m') total).
-            moment.addcmul_(shift, total).mul_(rescale)
-            moment.add_(centred.mul_(exponential).sum(dim=1))
-        total.mul_(rescale).add_(exponential.sum(dim=1))
-        old.copy_(new)
+            self.moment[rows].add_(centred.mul_(exponential).sum(dim=1))
+
+    def recentre(self, rows: slice, x: Tensor, centred: Tensor) -> tuple[Tensor, Tensor]:
+        """Raises the running maximum to the tile's x [R, C] and writes centred = x - maximum.
+
+        Returns:
+            shift [R] = old maximum - new maximum (never positive) and rescale [R] = 2^shift, which the sums were multiplied by.
+        """
+        maximum = self.maximum[rows]
+        raised = torch.maximum(maximum, x.amax(dim=1))
+        shift = maximum - raised
+        maximum.copy_(raised)
+        torch.sub(x, raised.unsqueeze(1), out=centred)
+        return shift, self._rescale(rows, shift)
+
+    def _rescale(self, rows: slice, shift: Tensor) -> Tensor:
+        rescale = torch.exp2(shift)
+        total = self.total[rows].mul_(rescale)
+        if self.moment is not None:
+            # sum 2^(x-m') (x-m') = 2^(m-m') (moment + (m - m') total). Where no column was seen, a shift of -1e30 meets a total of 0.
+            self.moment[rows].mul_(rescale).addcmul_(total, shift)
+        return rescale
+
+    def move_to(self, maximum: Tensor) -> tuple[Tensor, Tensor]:
+        """Expresses the sums relative to `maximum` [T], at least the present one; returns what `recentre` returns."""
+        shift = self.maximum - maximum
+        self.maximum.copy_(maximum)
+        return shift, self._rescale(slice(None), shift)
 
     def set_target(self, rows: slice, x: Tensor, inside: Tensor, position: Tensor) -> None:
         """Keeps the target's logit of the rows [R] whose target lies `inside` the tile x [R, C] at `position` [R, 1]."""
@@ -69,17 +88,11 @@ class RowStatistics:
 
     def all_reduce_(self, shard: VocabShard) -> None:
         """Collective over the shard's group: one MAX, one fused SUM. Afterwards every rank has the whole vocabulary's statistics."""
-        if shard.group is None:
-            return
-        local = self.maximum.clone()
-        shard.all_reduce_max_(self.maximum)
-        shift = local - self.maximum
-        rescale = torch.exp2(shift)
-        if self.moment is not None:
-            # Ranks without a column have total = moment = 0, and the shift of about -1e30 times 0 is 0.
-            self.moment.addcmul_(shift, self.total).mul_(rescale)
-        self.total.mul_(rescale)
-        shard.all_reduce_sum_(self._sums)
+        if shard.group is not None:
+            maximum = self.maximum.clone()
+            shard.all_reduce_max_(maximum)
+            self.move_to(maximum)
+            shard.all_reduce_sum_(self.sums)
 
     def log2_normaliser(self) -> Tensor:
         """[T] log2 of the sum of 2^x."""

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.errors import UserError
-from megagrpo.ops.logit_tiles import LogitGradient, LogitTiles, backpropagate, compute_row_statistics
+from megagrpo.ops.logit_gradient import LogitGradient, backpropagate
+from megagrpo.ops.logit_tiles import LogitTiles, compute_row_statistics
 from megagrpo.ops.matmul import statistics_dtype
 from megagrpo.ops.tiling import choose_stash_rows, even_slices
 from megagrpo.ops.vocab_shard import VocabShard, check_inputs
@@ -122,8 +123,10 @@ class _LinearTokenLoss(torch.autograd.Function):
             loss += row_losses.sum()
             parts.append((logprobs, entropy))
             if needs_hidden or needs_weight:
-                gradient = LogitGradient(tiles, targets[rows], statistics.log2_normaliser(), grad_logprobs, entropy, grad_entropy)
-                backpropagate(tiles, gradient, grad_hidden[rows] if needs_hidden else None, grad_weight, stash)
+                gradient = LogitGradient(tiles, statistics.log2_normaliser())
+                gradient.add_logprobs(grad_logprobs, targets[rows])
+                gradient.add_entropy(grad_entropy, entropy)
+                backpropagate(gradient, grad_hidden[rows] if needs_hidden else None, grad_weight, stash)
         if needs_hidden and options.reduce_hidden_grad:
             shard.all_reduce_sum_(grad_hidden)
         ctx.gradients, ctx.hidden_dtype = (grad_hidden, grad_weight), hidden.dtype

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.ops import logit_tiles, tiling, token_loss
+from megagrpo.ops.exact_kl import linear_exact_kl
 from megagrpo.ops.logprobs import linear_logprobs
 from megagrpo.ops.token_loss import linear_token_loss
 
@@ -113,6 +114,33 @@ def check_token_loss(case, chunk_rows):
     assert counted.operations == expected_operations, counted.operations
 
 
+def check_exact_kl(case):
+    """Divergence from another model, split alike: values, gradients, one MAX and one SUM forward, one SUM backward."""
+    reference_hidden, reference_weight = case.hidden.detach() * 0.5, case.full_weight.detach().flip(1)
+    with CountedReductions() as counted:
+        result = linear_exact_kl(
+            case.hidden,
+            case.weight,
+            reference_hidden,
+            reference_weight[case.rows],
+            case.targets,
+            vocab_size=case.vocab_size,
+            group=case.group,
+        )
+    actor = torch.log_softmax(case.hidden @ case.full_weight[: case.vocab_size].t(), dim=-1)
+    reference = torch.log_softmax(reference_hidden @ reference_weight[: case.vocab_size].t(), dim=-1)
+    expected = (actor.exp() * (actor - reference)).sum(dim=1)
+    torch.testing.assert_close(result.kl, expected, **TOLERANCE)
+    torch.testing.assert_close(result.reference_logprobs, reference.gather(1, case.targets.unsqueeze(1)).squeeze(1), **TOLERANCE)
+    logprobs, entropy = case.dense(1.0)
+    case.compare_gradients(
+        (case.coefficients[0] * expected + case.coefficients[1] * logprobs + entropy).sum(),
+        (case.coefficients[0] * result.kl + case.coefficients[1] * result.logprobs + result.entropy).sum(),
+    )
+    communicates = case.group.size() > 1 and len(case.targets) > 0
+    assert counted.operations == (["max", "sum"] if communicates else []), counted.operations
+
+
 # Vocabulary, padded vocabulary, rows. 9 of 16 leaves the last of four ranks with padding alone; 37 does not divide.
 SHAPES = [(40, 40, 7), (37, 40, 7), (9, 16, 5), (37, 40, 1), (37, 40, 0)]
 
@@ -124,6 +152,7 @@ def run(group):
             for temperature in (1.0, torch.linspace(0.5, 2.0, num_rows)):
                 check_logprobs(Case(group, vocab_size, padded, num_rows), temperature)
             check_unreduced_hidden_gradient(Case(group, vocab_size, padded, num_rows))
+            check_exact_kl(Case(group, vocab_size, padded, num_rows))
             for chunk_rows in (3, 100):
                 check_token_loss(Case(group, vocab_size, padded, num_rows), chunk_rows)
         except Exception as error:
