@@ -82,9 +82,13 @@ def _run(options: argparse.Namespace) -> None:
     from megagrpo.device.launch import set_thread_environment
 
     set_thread_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    from megagrpo.device import device
+
+    rank_device = device.setup()  # before anything imports megatron.core
+
     from megagrpo.trainer import run_training
 
-    run_training(config)
+    run_training(config, rank_device)
 
 
 def _positive(text: str) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import warnings
 from contextlib import AbstractContextManager
 
 import torch
@@ -21,6 +22,8 @@ def setup() -> torch.device:
     else:
         from megagrpo.device import cpu
 
+        # Megatron warns at import that Transformer Engine and Apex are missing: on the CPU that is meant to be so.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         cpu.install()
         device = cpu.CPU
     from megagrpo.device import megatron_fixes

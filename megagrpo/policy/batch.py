@@ -1,7 +1,7 @@
 """Builds the tensors of a micro-batch from its plan."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,19 +9,17 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megagrpo.models.packed import PackedTrees, Tree
 from megagrpo.policy.microbatches import MicroBatchPlan
+from megagrpo.rollout.rollouts import SampleKey
 
 
 @dataclass(frozen=True)
 class TrainSample:
     """One completion as it is trained, on the ranks of the replica that trains it."""
 
-    key: tuple[int, int]  # (group, completion index): the identity of the sample within the step
+    key: SampleKey
     prompt_ids: tuple[int, ...]
     token_ids: np.ndarray  # int64 [L]
     rollout_logprobs: np.ndarray  # float32 [L]
-    advantage: float
-    token_weight: float  # weight of each of its tokens in the summed loss: holds the global denominator
-    policy_age: int = 0  # weight versions between sampling and training
 
 
 @dataclass(frozen=True)
@@ -30,24 +28,27 @@ class MicroBatch:
 
     tokens: torch.Tensor  # int64 [1, T]
     packed: PackedSeqParams
-    keys: tuple[tuple[int, int], ...]  # of its B sequences
+    keys: tuple[SampleKey, ...]  # of its B sequences
     row_index: torch.Tensor  # int64 [R]: the input position whose hidden state predicts the row's token
     targets: torch.Tensor  # int64 [R]
     sequence_ids: torch.Tensor  # int64 [R], 0 <= id < B
-    advantages: torch.Tensor  # float32 [R]
-    token_weights: torch.Tensor  # float32 [R]
     rollout_logprobs: torch.Tensor  # float32 [R]
-    old_logprobs: torch.Tensor | None = None  # float32 [R]; on the last pipeline stage only
-    ref_logprobs: torch.Tensor | None = None  # float32 [R]; on the last pipeline stage only
 
     @property
     def num_sequences(self) -> int:
         """B."""
         return len(self.keys)
 
-    def with_logprobs(self, **fields: torch.Tensor | None) -> "MicroBatch":
-        """Return a copy that carries `old_logprobs` and / or `ref_logprobs`."""
-        return replace(self, **fields)
+    @property
+    def positions(self) -> torch.Tensor:
+        """Index of each row's token in its completion, int64 [R]."""
+        starts = torch.searchsorted(self.sequence_ids, torch.arange(self.num_sequences, device=self.sequence_ids.device))
+        return torch.arange(len(self.sequence_ids), device=self.sequence_ids.device) - starts[self.sequence_ids]
+
+    def per_row(self, values: Mapping[SampleKey, float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Spread one number per sequence over its rows: [R]."""
+        by_sequence = torch.tensor([values[key] for key in self.keys], dtype=dtype, device=self.sequence_ids.device)
+        return by_sequence[self.sequence_ids]
 
 
 class MicroBatchBuilder:
@@ -87,8 +88,6 @@ class MicroBatchBuilder:
             row_index=self._int(_concatenate(rows)),
             targets=self._int(_concatenate([sample.token_ids for sample in samples])),
             sequence_ids=self._int(np.repeat(np.arange(len(samples)), lengths)),
-            advantages=self._float(np.repeat([sample.advantage for sample in samples], lengths)),
-            token_weights=self._float(np.repeat([sample.token_weight for sample in samples], lengths)),
             rollout_logprobs=self._float(_concatenate([sample.rollout_logprobs for sample in samples])),
         )
 

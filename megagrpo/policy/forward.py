@@ -28,12 +28,12 @@ def loss_rows(model: StageModel, output: torch.Tensor, batch: MicroBatch) -> tor
     return hidden.index_select(0, batch.row_index)
 
 
-def row_logprobs(
-    model: StageModel, output: torch.Tensor, batch: MicroBatch, temperature: float, compute_entropy: bool = False
+def row_logprobs_of(
+    model: StageModel, hidden: torch.Tensor, batch: MicroBatch, temperature: float, compute_entropy: bool = False
 ) -> LinearLogprobs:
-    """Return log-probs [R] (and entropies) of the completion tokens at the sampling temperature."""
+    """Return log-probs [R] (and entropies) of the completion tokens at the sampling temperature, from `loss_rows`."""
     return linear_logprobs(
-        loss_rows(model, output, batch),
+        hidden,
         model.output_weight,
         batch.targets,
         vocab_size=model.hf.vocab_size,
@@ -86,6 +86,8 @@ def run_schedule(
 
 def compute_logprobs(model: StageModel, module: torch.nn.Module, batches: Sequence[MicroBatch], temperature: float) -> list[torch.Tensor]:
     """Return the log-probs [R] of each micro-batch, without gradients. Empty on stages other than the last."""
-    return run_schedule(
-        model, module, batches, lambda batch, output: row_logprobs(model, output, batch, temperature).logprobs, forward_only=True
-    )
+
+    def score(batch: MicroBatch, output: torch.Tensor) -> torch.Tensor:
+        return row_logprobs_of(model, loss_rows(model, output, batch), batch, temperature).logprobs
+
+    return run_schedule(model, module, batches, score, forward_only=True)

@@ -6,7 +6,7 @@ import torch
 
 from megagrpo.models.build import StageModel
 from megagrpo.policy.batch import MicroBatch
-from megagrpo.policy.forward import compute_logprobs
+from megagrpo.policy.forward import compute_logprobs, loss_rows, run_schedule
 
 
 class Reference:
@@ -20,3 +20,8 @@ class Reference:
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[torch.Tensor]:
         """Return log-probs [R] per micro-batch; empty on stages other than the last."""
         return compute_logprobs(self.model, self.model.module, batches, temperature)
+
+    def hidden_rows(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Return the hidden states [R, H] that the exact KL multiplies by the output weight; empty on stages other than the last."""
+        rows = lambda batch, output: loss_rows(self.model, output, batch)  # noqa: E731
+        return run_schedule(self.model, self.model.module, batches, rows, forward_only=True)

@@ -38,7 +38,7 @@ def make_samples(vocab_size: int) -> list[TrainSample]:
         prompt_ids = tuple(int(i) for i in random.integers(0, vocab_size, prompt))
         for index, length in enumerate(lengths):
             tokens = random.integers(0, vocab_size, length)
-            samples.append(TrainSample((group, index), prompt_ids, tokens, np.zeros(length, np.float32), 0.0, 0.0))
+            samples.append(TrainSample((group, index), prompt_ids, tokens, np.zeros(length, np.float32)))
     return samples
 
 

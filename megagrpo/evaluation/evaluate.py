@@ -1,0 +1,36 @@
+"""Held-out evaluation: the mean reward of sampled completions, with draws of its own."""
+
+from collections.abc import Sequence
+
+from megagrpo.config.schema import EvaluationSetConfig, RolloutConfig
+from megagrpo.rollout.generation import RolloutGenerator
+from megagrpo.types import Prompt, SamplingParams
+
+# Evaluations draw from a stream of their own, the same at every step: two evaluations differ by the weights alone.
+EVALUATION_SEED_OFFSET = 1 << 32
+
+
+def evaluate_set(
+    generator: RolloutGenerator, config: EvaluationSetConfig, prompts: Sequence[Prompt], rollout: RolloutConfig, seed: int
+) -> dict[str, float]:
+    """Sample and score one held-out set. Collective over all ranks.
+
+    Returns:
+        The mean over all completions of the first reward's value (mean@k) under `eval/NAME`, and the mean completion length.
+    """
+    sampling = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=config.temperature,
+        top_p=rollout.top_p if config.temperature > 0 else 1.0,
+        top_k=rollout.top_k if config.temperature > 0 else 0,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
+        seed=seed + EVALUATION_SEED_OFFSET,
+    )
+    rollouts = generator.generate(prompts, sampling, config.completions_per_prompt)
+    records = list(rollouts.records.values())
+    first = next(iter(records[0].reward.parts))
+    return {
+        f"eval/{config.name}": sum(record.reward.parts[first] for record in records) / len(records),
+        f"eval/{config.name}/completion_tokens": sum(record.length for record in records) / len(records),
+    }

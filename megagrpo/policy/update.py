@@ -1,0 +1,230 @@
+"""One step's learning: from scored rollouts to applied optimizer updates.
+
+    advantages -> plan -> move tokens -> old / reference log-probs -> correction -> token weights -> forward, backward, apply
+
+Everything that decides (advantages, plans, weights) is computed alike on every rank from metadata. The per-token tensors of the old
+policy and the reference stay on the last pipeline stage, which alone needs them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megagrpo.algorithms.algorithm import Algorithm
+from megagrpo.algorithms.metrics import Metric, finalize_metrics, merge_metrics
+from megagrpo.config.schema import Config
+from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
+from megagrpo.parallel.layout import ParallelLayout
+from megagrpo.policy.actor import Actor, AppliedUpdate
+from megagrpo.policy.batch import MicroBatch, MicroBatchBuilder, TrainSample
+from megagrpo.policy.loss import PolicyLoss, RowTerms, SequenceTerms
+from megagrpo.policy.microbatches import MicroBatchPlan, PackingRules, SampleSize, plan_microbatches
+from megagrpo.policy.reference import Reference
+from megagrpo.rollout.exchange import exchange_completions
+from megagrpo.rollout.rollouts import SampleKey, StepRollouts
+
+BeforeApply = Callable[[Mapping[str, float]], None]
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What a step's updates came to, the same on all ranks."""
+
+    metrics: dict[str, float]  # over all updates of the step
+    applied: list[AppliedUpdate] = field(default_factory=list)
+    trained_tokens: int = 0  # completion tokens that went through the backward pass, each pass counted
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The samples of one optimizer update."""
+
+    groups: Sequence[int]
+    batches: Sequence[MicroBatch]  # of this rank's replica
+
+
+class PolicyUpdater:
+    """Runs the updates of a step."""
+
+    def __init__(
+        self,
+        config: Config,
+        actor: Actor,
+        reference: Reference | None,
+        algorithm: Algorithm,
+        groups: ParallelGroups,
+        layout: ParallelLayout,
+        builder: MicroBatchBuilder,
+        rules: PackingRules,
+    ):
+        self.config, self.actor, self.reference, self.algorithm = config, actor, reference, algorithm
+        self.groups, self.layout, self.builder, self.rules = groups, layout, builder, rules
+        self.temperature = config.rollout.temperature
+
+    def run(self, rollouts: StepRollouts, learning_rate: Callable[[int], float], before_apply: BeforeApply | None = None) -> UpdateResult:
+        """Train on one step's groups. Collective over all ranks.
+
+        Args:
+            rollouts: the groups.
+            learning_rate: of the k-th update of this step.
+            before_apply: called with an update's metrics before it is applied; may raise to stop the run with the weights untouched.
+        """
+        valid = self.algorithm.mask_completions(rollouts.valid, rollouts.cut_by_length)
+        rewards = self._shaped_rewards(rollouts)
+        advantages, counters = self._advantages(rollouts, rewards, valid)
+        mini_batches = self._mini_batches(rollouts, valid, advantages)
+        rows, row_metrics = self._rows_before_update(mini_batches)
+        if self.algorithm.kl_in_reward:
+            rewards = rewards - rollouts.matrix(self._kl_penalties(mini_batches, rows))
+        kept_tokens, rejected, correction_metrics = self._correct(mini_batches, rows)
+        lengths = {key: kept_tokens.get(key, record.length) for key, record in rollouts.records.items()}
+        if rejected or self.algorithm.kl_in_reward:
+            valid = valid & ~rollouts.matrix(rejected, fill=0, dtype=torch.bool)
+            advantages, counters = self._advantages(rollouts, rewards, valid)
+        advantage_of = {key: float(advantages[key]) for key in rollouts.records}
+        lengths = {key: length if valid[key] else 0 for key, length in lengths.items()}
+
+        collected: list[dict[str, Metric]] = []
+        applied: list[AppliedUpdate] = []
+        trained_tokens = 0
+        for _ in range(self.config.update.epochs_per_step):
+            for mini_batch in mini_batches:
+                if not mini_batch.batches:
+                    continue
+                terms = SequenceTerms(advantage_of, self._token_weights(mini_batch, lengths))
+                reference = self.reference.model if self.reference else None
+                loss = PolicyLoss(self.actor.model, self.algorithm, self.temperature, terms, rows, reference)
+                metrics = self._all_gather_metrics(self.actor.forward_backward(mini_batch.batches, loss))
+                if before_apply is not None:
+                    before_apply(finalize_metrics(metrics))
+                applied.append(self.actor.apply_gradients(learning_rate(len(applied))))
+                collected.append(metrics)
+                trained_tokens += sum(lengths[key] for batch in mini_batch.batches for key in batch.keys)
+        metrics = finalize_metrics(merge_metrics([*collected, row_metrics, correction_metrics]))
+        if self.algorithm.kl_in_loss and "ref_kl" in metrics:
+            self.algorithm.update_kl(metrics["ref_kl"])
+        return UpdateResult({**metrics, **{name: float(count) for name, count in counters.items()}}, applied, trained_tokens)
+
+    # ---- before the first micro-batch
+
+    def _shaped_rewards(self, rollouts: StepRollouts) -> torch.Tensor:
+        return self.algorithm.shape_rewards(rollouts.field_matrix("reward"), rollouts.field_matrix("length"), rollouts.cut_by_length)
+
+    def _advantages(self, rollouts: StepRollouts, rewards: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, int]]:
+        _, parts = rollouts.reward_parts()
+        weights = torch.tensor([function.weight for function in self.config.rewards.functions])
+        result = self.algorithm.advantages(
+            rewards, valid, lengths=rollouts.field_matrix("length"), reward_parts=parts, part_weights=weights
+        )
+        return result.advantages, result.counters
+
+    def _mini_batches(self, rollouts: StepRollouts, valid: torch.Tensor, advantages: torch.Tensor) -> list[MiniBatch]:
+        """Plan all updates of a pass and fetch the tokens that this replica trains. Collective over all ranks."""
+        trains = valid if self._needs_every_sample else valid & (advantages != 0)
+        plans: list[tuple[Sequence[int], list[SampleKey], list[list[MicroBatchPlan]]]] = []
+        for chunk in np.array_split(np.arange(len(rollouts.prompts)), self.config.update.mini_batches_per_step):
+            keys = [key for key in rollouts.records if key[0] in set(chunk.tolist()) and trains[key]]
+            sizes = [SampleSize(key[0], len(rollouts.prompts[key[0]].token_ids), rollouts.records[key].length) for key in keys]
+            plan = plan_microbatches(sizes, self.layout.dp, self.rules, self.actor.model.hf.hidden_size) if keys else []
+            plans.append((chunk.tolist(), keys, plan))
+        samples = self._fetch(rollouts, plans)
+        return [
+            MiniBatch(chunk, [self.builder.build(micro, lambda i, keys=keys: samples[keys[i]]) for micro in plan[self.groups.dp_rank]])
+            if plan
+            else MiniBatch(chunk, [])
+            for chunk, keys, plan in plans
+        ]
+
+    @property
+    def _needs_every_sample(self) -> bool:
+        """Whether a completion with advantage 0 must be computed: it has a gradient, or its advantage may still change."""
+        return not self.algorithm.can_skip_zero_advantage or self.algorithm.kl_in_reward or self.algorithm.correction_before_advantages
+
+    def _fetch(self, rollouts: StepRollouts, plans: list) -> dict[SampleKey, TrainSample]:
+        destinations = {
+            keys[index]: self.layout.ranks_of_replica(dp)
+            for _, keys, plan in plans
+            for dp, micro_batches in enumerate(plan)
+            for micro in micro_batches
+            for tree in micro
+            for index in tree.samples
+        }
+        records = [record for key, record in rollouts.records.items() if key in destinations]
+        tokens = exchange_completions(records, destinations, rollouts.local)
+        return {key: TrainSample(key, rollouts.prompts[key[0]].token_ids, *data) for key, data in tokens.items()}
+
+    @property
+    def _old_equals_actor(self) -> bool:
+        """Whether the first forward of the update is that of the old policy, so that its own log-probs serve as the old ones."""
+        update = self.config.update
+        single = update.mini_batches_per_step * update.epochs_per_step == 1
+        return single and not self.algorithm.config.correction.enabled and not self.algorithm.kl_in_reward
+
+    def _rows_before_update(self, mini_batches: Sequence[MiniBatch]) -> tuple[dict[int, RowTerms], dict[str, Metric]]:
+        """Compute what the losses need of the old policy and the reference, for all micro-batches of the step."""
+        batches = [batch for mini_batch in mini_batches for batch in mini_batch.batches]
+        rows = {id(batch): RowTerms() for batch in batches}
+        if not batches:
+            return rows, {}
+        if self.algorithm.config.old_logprobs == "engine":
+            for batch in batches:
+                rows[id(batch)].old_logprobs = batch.rollout_logprobs
+        elif self.algorithm.needs_old_logprobs and not self._old_equals_actor:
+            for batch, old in zip(batches, self.actor.logprobs(batches, self.temperature), strict=self.groups.is_last_stage):
+                rows[id(batch)].old_logprobs = old
+        if self.reference is not None and self.algorithm.needs_exact_kl:
+            for batch, hidden in zip(batches, self.reference.hidden_rows(batches), strict=self.groups.is_last_stage):
+                rows[id(batch)].ref_hidden = hidden
+        elif self.reference is not None:
+            for batch, logprobs in zip(batches, self.reference.logprobs(batches, self.temperature), strict=self.groups.is_last_stage):
+                rows[id(batch)].ref_logprobs = logprobs
+        return rows, {}
+
+    def _kl_penalties(self, mini_batches: Sequence[MiniBatch], rows: Mapping[int, RowTerms]) -> dict[SampleKey, float]:
+        """Return what KL takes from each completion's reward. Collective over all ranks."""
+        mine: dict[SampleKey, float] = {}
+        if self.groups.reports_losses:
+            for batch in (batch for mini_batch in mini_batches for batch in mini_batch.batches):
+                terms = rows[id(batch)]
+                penalty = self.algorithm.kl_penalty(terms.old_logprobs, terms.ref_logprobs, batch.sequence_ids, batch.num_sequences)
+                mine |= dict(zip(batch.keys, penalty.tolist(), strict=True))
+        return {key: value for part in all_gather_metadata(mine) for key, value in part.items()}
+
+    def _correct(
+        self, mini_batches: Sequence[MiniBatch], rows: Mapping[int, RowTerms]
+    ) -> tuple[dict[SampleKey, int], dict[SampleKey, bool], dict[str, Metric]]:
+        """Apply the rollout correction; return kept tokens and rejections by sample, and diagnostics. Collective over all ranks."""
+        if not self.algorithm.config.correction.enabled:
+            return {}, {}, {}
+        kept: dict[SampleKey, int] = {}
+        rejected: dict[SampleKey, bool] = {}
+        diagnostics: list[Mapping[str, Metric]] = []
+        if self.groups.is_last_stage:
+            for batch in (batch for mini_batch in mini_batches for batch in mini_batch.batches):
+                terms = rows[id(batch)]
+                result = self.algorithm.correct(
+                    terms.old_logprobs, batch.rollout_logprobs, batch.sequence_ids, batch.num_sequences, positions=batch.positions
+                )
+                terms.keep, terms.correction_weights = result.keep, result.weights
+                counts = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_ids.cpu(), result.keep.cpu().float())
+                kept |= dict(zip(batch.keys, counts.int().tolist(), strict=True))
+                rejected |= dict(zip(batch.keys, result.rejected.tolist(), strict=True))
+                diagnostics.append(result.diagnostics)
+        gathered = all_gather_metadata((kept, rejected) if self.groups.reports_losses else ({}, {}))
+        kept = {key: count for part, _ in gathered for key, count in part.items()}
+        rejected = {key: flag for _, part in gathered for key, flag in part.items()}
+        return kept, rejected if any(rejected.values()) else {}, self._all_gather_metrics(diagnostics)
+
+    def _token_weights(self, mini_batch: MiniBatch, lengths: Mapping[SampleKey, int]) -> dict[SampleKey, float]:
+        """Return the weight of each token by sample: the one global denominator of the mini-batch, skipped samples included."""
+        members = set(mini_batch.groups)
+        keys = [key for key in lengths if key[0] in members]
+        weights = self.algorithm.token_weights(torch.tensor([lengths[key] for key in keys]), torch.tensor([key[0] for key in keys]))
+        return dict(zip(keys, weights.tolist(), strict=True))
+
+    def _all_gather_metrics(self, parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+        """Merge metrics of all micro-batches and replicas. Collective over all ranks."""
+        mine = merge_metrics(parts) if self.groups.reports_losses else {}
+        return merge_metrics(all_gather_metadata(mine))

@@ -1,0 +1,130 @@
+"""Builds everything that a run needs, in order, from the configuration."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from megagrpo.algorithms.algorithm import Algorithm
+from megagrpo.config.checks import build_layout, token_alignment
+from megagrpo.config.schema import Config, EvaluationSetConfig
+from megagrpo.errors import UserError
+from megagrpo.models.build import StageModel, build_transformer_config, load_stage_model
+from megagrpo.models.family import read_hf_config
+from megagrpo.models.hf_files import check_no_unknown_tensors
+from megagrpo.models.precision import build_precision
+from megagrpo.models.spec import uses_transformer_engine
+from megagrpo.parallel.groups import ParallelGroups, build_groups
+from megagrpo.parallel.layout import ParallelLayout
+from megagrpo.policy.actor import Actor
+from megagrpo.policy.batch import MicroBatchBuilder
+from megagrpo.policy.microbatches import PackingRules
+from megagrpo.policy.reference import Reference
+from megagrpo.policy.update import PolicyUpdater
+from megagrpo.rewards.pool import RewardPool
+from megagrpo.rollout.engines import ENGINES
+from megagrpo.rollout.generation import RolloutGenerator
+from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenizer
+from megagrpo.types import Prompt
+from megagrpo.weights.export import WeightExporter
+from megagrpo.weights.publisher import WeightPublisher
+
+# A pipeline of p stages is busy m / (m + p - 1) of the time with m micro-batches: 80 % for m = 4, p = 2; more would make thin GEMMs.
+MICROBATCHES_PER_STAGE = 2
+
+
+@dataclass
+class Session:
+    """The parts of a run on this rank."""
+
+    config: Config
+    groups: ParallelGroups
+    layout: ParallelLayout
+    actor: Actor
+    algorithm: Algorithm
+    updater: PolicyUpdater
+    generator: RolloutGenerator
+    publisher: WeightPublisher
+    sampler: PromptSampler
+    evaluation_prompts: list[tuple[EvaluationSetConfig, list[Prompt]]]
+
+    def close(self) -> None:
+        """Stop what this rank started."""
+        self.generator.rewards.close()
+        self.generator.engine.close()
+
+
+def build_session(config: Config, device: torch.device) -> Session:
+    """Check the inputs, then build models, engine, reward workers and data. Collective over all ranks.
+
+    Raises:
+        UserError: anything about the model, the data or the rewards that the user can mend; before the models are built where it
+            can be known by then.
+    """
+    precision = build_precision(config.precision.recipe)
+    use_te = uses_transformer_engine(config.model.attention)
+    hf = read_hf_config(config.model.path)
+    algorithm = Algorithm(config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens)
+    tokenizer = load_tokenizer(config)
+    check_tokenizer(tokenizer, hf.vocab_size)
+    source, evaluation_prompts = load_prompts(config, tokenizer, hf.max_position_embeddings)
+    rewards = RewardPool(config.rewards.functions, config.rewards.workers, config.rewards.timeout_seconds, config.rewards.failure_value)
+    groups = build_groups(config.parallel.tp, config.parallel.pp, config.run.collective_timeout_seconds)
+
+    def load_model() -> StageModel:
+        transformer_config = build_transformer_config(hf, groups, precision, config.parallel.sp, config.update.recompute)
+        return load_stage_model(config.model.path, hf, transformer_config, groups, device, use_te)
+
+    actor = Actor(load_model(), config.optimizer)
+    check_no_unknown_tensors(actor.model, config.model.path)
+    reference = Reference(load_model()) if algorithm.needs_reference else None
+    layout = build_layout(config, groups.world_size)
+    alignment = token_alignment(config)
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    rules = PackingRules(
+        config.update.max_tokens_per_microbatch,
+        alignment,
+        config.update.packing,
+        config.update.share_prompts and not use_te,
+        MICROBATCHES_PER_STAGE * config.parallel.pp if config.parallel.pp > 1 else 1,
+    )
+    updater = PolicyUpdater(
+        config, actor, reference, algorithm, groups, layout, MicroBatchBuilder(device, alignment, pad_token_id, use_te), rules
+    )
+    engine = ENGINES.get(config.engine.name)(
+        config.model.path, config.engine, tokenizer=tokenizer, device=device, dtype=precision.params_dtype, load_weights=False
+    )
+    return Session(
+        config=config,
+        groups=groups,
+        layout=layout,
+        actor=actor,
+        algorithm=algorithm,
+        updater=updater,
+        generator=RolloutGenerator(engine, rewards, groups),
+        publisher=WeightPublisher(WeightExporter(actor.model), engine),
+        sampler=PromptSampler(source, config.run.seed),
+        evaluation_prompts=evaluation_prompts,
+    )
+
+
+def load_tokenizer(config: Config) -> Any:
+    """Load the run's tokenizer; whatever transformers raises for a broken folder becomes one line."""
+    folder = config.model.tokenizer or config.model.path
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # OSError, ValueError, KeyError, ... by what is broken
+        raise UserError(f"model.tokenizer: {folder}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def load_prompts(
+    config: Config, tokenizer: Any, context_tokens: int
+) -> tuple[PromptSource, list[tuple[EvaluationSetConfig, list[Prompt]]]]:
+    """Load and check the training prompts and all held-out sets."""
+    source = PromptSource(config.data, tokenizer, config.rollout.max_new_tokens, context_tokens)
+    held_out = []
+    for evaluation in config.evaluation.sets:
+        data = config.data.model_copy(update={"source": evaluation.source, "limit": evaluation.limit})
+        held_out.append((evaluation, PromptSource(data, tokenizer, config.rollout.max_new_tokens, context_tokens).prompts))
+    return source, held_out

@@ -1,0 +1,48 @@
+"""Everything that rank 0 writes about a run, behind one door."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megagrpo.config.schema import TelemetryConfig
+from megagrpo.telemetry.completions import write_completions
+from megagrpo.telemetry.progress import Progress
+from megagrpo.telemetry.summary import build_summary, save_summary
+from megagrpo.telemetry.writers import open_writers, read_rows
+from megagrpo.types import Completion, Prompt, Reward
+
+
+class Recorder:
+    """Progress line, metric writers, completion samples and the final summary of a run folder."""
+
+    def __init__(self, run_dir: Path, num_steps: int, config: TelemetryConfig, last_step: int | None):
+        """`last_step`: the step that the run resumed after; rows of later steps are dropped. None for a new run."""
+        self._run_dir, self._config = run_dir, config
+        self._progress = Progress(run_dir, num_steps)
+        self._writers = open_writers(["jsonl", *(["tensorboard"] if config.tensorboard else [])], run_dir, last_step)
+
+    def note(self, text: str) -> None:
+        """Print and log one line that belongs to no step."""
+        self._progress.note(text)
+
+    def phase(self, name: str) -> None:
+        """Show which phase runs now."""
+        self._progress.phase(name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step's metrics everywhere."""
+        for writer in self._writers:
+            writer.write(step, metrics)
+        self._progress.step(step, metrics)
+
+    def completions(self, step: int, samples: Sequence[tuple[Prompt, Completion, Reward]]) -> None:
+        """Keep a few of the step's completions."""
+        write_completions(self._run_dir, step, samples, self._config.completions_count)
+
+    def finish(self, wall_seconds: float, peak_rss_bytes: Sequence[int]) -> None:
+        """Write `summary.json`, say where the results are, close everything."""
+        for writer in self._writers:
+            writer.close()
+        rows = read_rows(self._run_dir / "metrics.jsonl")
+        path = save_summary(self._run_dir, build_summary(rows, wall_seconds=wall_seconds, peak_rss_bytes=peak_rss_bytes))
+        self.note(f"done: results in {self._run_dir}, summary in {path}")
+        self._progress.close()

@@ -1,0 +1,213 @@
+"""The training loop. Every rank runs it; decisions are functions of metadata that all ranks hold.
+
+prompts -> rollout -> rewards -> advantages -> update -> publish -> evaluate -> checkpoint -> record
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megagrpo.checkpoint.manager import CheckpointManager
+from megagrpo.checkpoint.state import TrainerState
+from megagrpo.config.load import dump_config
+from megagrpo.config.schema import Config
+from megagrpo.device import device as device_module
+from megagrpo.errors import UserError
+from megagrpo.evaluation.evaluate import evaluate_set
+from megagrpo.models.hf_files import write_hf_folder
+from megagrpo.parallel.groups import all_gather_metadata, destroy_groups
+from megagrpo.policy.schedule import learning_rate
+from megagrpo.policy.update import UpdateResult
+from megagrpo.rollout.dynamic_sampling import SamplingCounts, collect_groups
+from megagrpo.rollout.rollouts import StepRollouts
+from megagrpo.session import Session, build_session
+from megagrpo.telemetry import names
+from megagrpo.telemetry.recorder import Recorder
+from megagrpo.telemetry.timers import PhaseTimers
+from megagrpo.types import SamplingParams
+
+
+def run_training(config: Config, device: torch.device) -> None:
+    """Run a configuration from start (or its newest checkpoint) to end on this rank, which `device.setup` gave. Collective over all ranks."""
+    started = time.perf_counter()
+    session = build_session(config, device)
+    try:
+        Trainer(session, started).run()
+        destroy_groups()
+    finally:
+        session.close()
+
+
+class Trainer:
+    """The loop and its state."""
+
+    def __init__(self, session: Session, started: float):
+        self.session, self.config, self.started = session, session.config, started
+        self.run_dir = Path(self.config.run.dir)
+        self.checkpoints = CheckpointManager(self.run_dir / "checkpoints", self.config.checkpoint.keep_last)
+        self.state = TrainerState()
+        self.timers = PhaseTimers()
+
+    def run(self) -> None:
+        """Train all steps that are left, then export and sum up."""
+        resumed = self._resume()
+        is_main = self.session.groups.rank == 0
+        self.recorder = Recorder(self.run_dir, self.config.run.steps, self.config.telemetry, resumed) if is_main else None
+        if self.recorder:
+            (self.run_dir / "config.yaml").write_text(dump_config(self.config))
+            self.recorder.note(f"resumed after step {resumed}" if resumed is not None else f"run folder {self.run_dir}")
+            self.timers = PhaseTimers(on_phase=self.recorder.phase)
+        self.session.publisher.publish(self.state.weight_version)  # no rollout before the engine holds the trainer's weights
+        if resumed is None:
+            self._record(0, self._evaluate())
+        while self.state.step < self.config.run.steps:
+            self._step()
+        self._finish()
+
+    def _step(self) -> None:
+        step = self.state.step + 1
+        step_started = time.perf_counter()
+        cpu_started = time.process_time()
+        with self.timers.phase("rollout"):
+            rollouts, counts = self._collect(step)
+        with self.timers.phase("update"):
+            result = self._update(rollouts)
+        with self.timers.phase("publish"):
+            self.state.weight_version += 1
+            self.session.publisher.publish(self.state.weight_version)
+        self.state.step = step
+        self.state.prompt_position = self.session.sampler.state()
+        self.state.algorithm = self.session.algorithm.state_dict()
+        metrics = self._step_metrics(rollouts, counts, result)
+        metrics[names.STEP_SECONDS] = time.perf_counter() - step_started
+        metrics[names.STEP_CPU_SECONDS] = sum(all_gather_metadata(time.process_time() - cpu_started))
+        metrics |= self.timers.take()
+        if self._is_due(self.config.evaluation.every, step):
+            metrics |= self._evaluate()
+        self._record(step, metrics, rollouts)
+        if self.config.checkpoint.every and (step % self.config.checkpoint.every == 0 or step == self.config.run.steps):
+            with self.timers.phase("checkpoint"):
+                self.state.wall_seconds = self._wall_seconds()
+                self.checkpoints.save(self.session.actor, self.state)
+
+    # ---- the verbs
+
+    def _collect(self, step: int) -> tuple[StepRollouts, SamplingCounts]:
+        rollout = self.config.rollout
+        sampling = SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=rollout.stop,
+            stop_token_ids=rollout.stop_token_ids,
+            seed=self.config.run.seed,
+            step=step,
+        )
+
+        def generate(count: int, refill: int) -> StepRollouts:
+            # A refill may draw a prompt again (small data sets): other completion indices make it another group.
+            first_index = refill * rollout.prompts_per_step * rollout.completions_per_prompt
+            return self.session.generator.generate(self.session.sampler.next(count), sampling, rollout.completions_per_prompt, first_index)
+
+        return collect_groups(generate, rollout.prompts_per_step, self.config.algorithm.dynamic_sampling)
+
+    def _update(self, rollouts: StepRollouts) -> UpdateResult:
+        update = self.config.update
+        total_updates = self.config.run.steps * update.mini_batches_per_step * update.epochs_per_step
+        result = self.session.updater.run(
+            rollouts,
+            learning_rate=lambda k: learning_rate(self.config.optimizer, self.state.updates + k, total_updates),
+            before_apply=self._gate if self.state.updates == 0 else None,
+        )
+        self.state.updates += len(result.applied)
+        for applied in result.applied:
+            self.state.nonfinite_in_a_row = 0 if applied.applied else self.state.nonfinite_in_a_row + 1
+            if self.state.nonfinite_in_a_row >= self.config.run.max_nonfinite_steps:
+                raise UserError(
+                    f"step {self.state.step + 1}: {self.state.nonfinite_in_a_row} updates in a row had a loss or gradient that is not "
+                    "finite (run.max_nonfinite_steps); the weights are those before them"
+                )
+        return result
+
+    def _gate(self, metrics: Mapping[str, float]) -> None:
+        """Stop (or warn) before the first update where engine and actor disagree: the engine samples from other weights or maths."""
+        gap, limit = metrics.get("actor_rollout_gap_max"), self.config.rollout.max_logprob_gap
+        if self.state.updates or limit is None or gap is None or gap <= limit:
+            return
+        message = f"step 1: engine and actor log-probs differ by up to {gap:.3e}, rollout.max_logprob_gap is {limit:.3e}"
+        if self.config.rollout.logprob_gap_action == "stop":
+            raise UserError(f"{message}; nothing was updated")
+        if self.recorder:
+            self.recorder.note(f"warning: {message}")
+
+    def _evaluate(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        with self.timers.phase("evaluate"):
+            for evaluation, prompts in self.session.evaluation_prompts:
+                metrics |= evaluate_set(self.session.generator, evaluation, prompts, self.config.rollout, self.config.run.seed)
+        self.timers.take()
+        return metrics
+
+    def _resume(self) -> int | None:
+        """Load the newest complete checkpoint where there is one and resuming is on; return its step."""
+        complete = self.checkpoints.complete()
+        if self.config.run.resume != "auto" or not complete:
+            return None
+        self.state = self.checkpoints.load(complete[-1], self.session.actor)
+        self.session.sampler.load_state(self.state.prompt_position)
+        if self.state.algorithm:
+            self.session.algorithm.load_state_dict(self.state.algorithm)
+        return self.state.step
+
+    def _finish(self) -> None:
+        if self.config.run.export_hf:
+            tensors = self.session.publisher.exporter.tensors()
+            if self.recorder:
+                write_hf_folder(tensors, self.config.model.path, self.run_dir / "hf")
+            else:
+                for _ in tensors:  # takes part in the collectives; the first rank writes
+                    pass
+        peaks = all_gather_metadata(device_module.peak_rss_bytes())
+        if self.recorder:
+            self.recorder.finish(self._wall_seconds(), peaks)
+
+    # ---- numbers
+
+    def _step_metrics(self, rollouts: StepRollouts, counts: SamplingCounts, result: UpdateResult) -> dict[str, float]:
+        records = list(rollouts.records.values())
+        metrics: dict[str, float] = {
+            names.GENERATED_TOKENS: counts.generated_tokens,
+            "rollout/dropped_groups": counts.dropped_groups,
+            "rollout/refills": counts.refills,
+            "rollout/weight_version": min((record.weight_version for record in records), default=self.state.weight_version - 1),
+            "update/trained_tokens": result.trained_tokens,
+            "update/skipped_nonfinite": sum(not applied.applied for applied in result.applied),
+        }
+        if records:
+            metrics[names.REWARD] = sum(record.reward.value for record in records) / len(records)
+            for name in records[0].reward.parts:
+                metrics[f"reward/{name}"] = sum(record.reward.parts[name] for record in records) / len(records)
+            metrics["reward/failed"] = sum(record.reward.outcome != "ok" for record in records)
+            metrics["rollout/completion_tokens"] = sum(record.length for record in records) / len(records)
+            metrics["rollout/cut_by_length_fraction"] = sum(record.finish_reason == "length" for record in records) / len(records)
+        if result.applied:
+            metrics[names.GRAD_NORM] = result.applied[-1].grad_norm
+            metrics["optimizer/lr"] = self.session.actor.optimizer.param_groups[0]["lr"]
+        renamed = {"loss": names.LOSS, "actor_rollout_gap_max": names.LOGPROB_GAP}
+        return metrics | {renamed.get(name, f"policy/{name}"): value for name, value in result.metrics.items()}
+
+    def _record(self, step: int, metrics: dict[str, float], rollouts: StepRollouts | None = None) -> None:
+        if self.recorder:
+            self.recorder.step(step, metrics)
+            if rollouts is not None and self._is_due(self.config.telemetry.completions_every, step):
+                samples = [(rollouts.prompts[key[0]], c, rollouts.records[key].reward) for key, c in rollouts.local.items()]
+                self.recorder.completions(step, samples)
+
+    def _is_due(self, every: int, step: int) -> bool:
+        return step == self.config.run.steps or bool(every and step % every == 0)
+
+    def _wall_seconds(self) -> float:
+        return time.perf_counter() - self.started
