@@ -15,7 +15,7 @@ from megagrpo.algorithms.aggregation import compute_token_weights
 from megagrpo.algorithms.checks import check_algorithm_config
 from megagrpo.algorithms.correction import CorrectionResult, compute_correction
 from megagrpo.algorithms.kl import compute_k3, compute_kl_penalty, estimate_kl, update_kl_coef
-from megagrpo.algorithms.losses import LOSSES, LossInputs, LossOutput
+from megagrpo.algorithms.losses import LossInputs, LossOutput, find_loss
 from megagrpo.algorithms.metrics import Metric, measure
 from megagrpo.algorithms.overlong import compute_overlong_penalty, mask_overlong
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -33,7 +33,7 @@ class Algorithm:
         self.config = config
         self.max_new_tokens = max_new_tokens
         self.kl_coef = config.kl.coef
-        self._loss = LOSSES.get(config.loss)
+        self._loss = find_loss(config.loss)
 
     @property
     def needs_reference(self) -> bool:
@@ -70,6 +70,11 @@ class Algorithm:
     def correction_before_advantages(self) -> bool:
         """Whether sequences can be rejected, so that the correction must be known before the group statistics."""
         return self.config.correction.rejects_sequences
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Whether `token_loss` needs a sequence's tokens together; otherwise any rows of a micro-batch give their own losses."""
+        return self._loss.needs_whole_sequences
 
     @property
     def can_skip_zero_advantage(self) -> bool:

@@ -1,24 +1,28 @@
 """What can be wrong with an algorithm's configuration or its token data, said in one line each."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megagrpo.algorithms.advantages import ADVANTAGES
+from megagrpo.algorithms.lookup import find_entry
 from megagrpo.algorithms.losses import LOSSES
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import UserError
-from megagrpo.registry import Entry, Registry, suggestion
+from megagrpo.registry import suggestion
 
 # log-softmax in float32 rounds to a few ulp of the log-normaliser (up to about 20): a certain token may come out slightly above 0.
 LOGPROB_ROUNDING = 1e-4
+
+Found = TypeVar("Found")
 
 
 def check_algorithm_config(config: AlgorithmConfig, completions_per_prompt: int, max_new_tokens: int) -> list[str]:
     """Return every problem of the section that its registries and the rollout's sizes show; empty where there is none."""
     problems: list[str] = []
-    estimator = _find(ADVANTAGES, "algorithm.advantages", config.advantages, problems)
+    estimator = _collect(lambda: find_entry(ADVANTAGES, config.advantages), "algorithm.advantages", problems)
     if estimator is not None:
         problems += _unknown_options("algorithm.advantage_options", config.advantage_options, estimator.options, config.advantages)
         if estimator.group_baseline and completions_per_prompt < 2:
@@ -29,7 +33,7 @@ def check_algorithm_config(config: AlgorithmConfig, completions_per_prompt: int,
         k = {**estimator.options, **config.advantage_options}.get("k", 1)
         if config.advantages == "pass_at_k" and not 1 <= k <= completions_per_prompt:
             problems.append(f"algorithm.advantage_options.k: {k:g}; must be 1 to rollout.completions_per_prompt = {completions_per_prompt}")
-    loss = _find(LOSSES, "algorithm.loss", config.loss, problems)
+    loss = _collect(lambda: find_entry(LOSSES, config.loss), "algorithm.loss", problems)
     if loss is not None:
         problems += _unknown_options("algorithm.loss_options", config.loss_options, loss.options, config.loss)
         if config.loss == "ppo_clip" and 0 != config.loss_options.get("dual_clip", 0.0) <= 1:
@@ -63,9 +67,9 @@ def check_logprobs(name: str, logprobs: Tensor, num_tokens: int | None = None, s
         raise UserError(f"{name}[{token}]{where}: {float(logprobs[token]):g}; a log-probability must be finite and at most 0")
 
 
-def _find(registry: Registry[Entry], place: str, name: str, problems: list[str]) -> Entry | None:
+def _collect(find: Callable[[], Found], place: str, problems: list[str]) -> Found | None:
     try:
-        return registry.get(name)
+        return find()
     except UserError as error:
         problems.append(f"{place}: {error}")
         return None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megagrpo.algorithms.lookup import find_entry
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.registry import Registry
 
@@ -66,6 +67,11 @@ def register_estimator(
         return function
 
     return add
+
+
+def find_estimator(name: str) -> Estimator:
+    """Return the estimator registered under `name`, or the registered one that `FILE.py:function` names."""
+    return find_entry(ADVANTAGES, name)
 
 
 def count_valid(valid: Tensor, dim: int | tuple[int, ...]) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megagrpo.algorithms.advantages.base import ADVANTAGES, AdvantageInputs, AdvantageResult, Estimator, find_equal_rewards
+from megagrpo.algorithms.advantages.base import AdvantageInputs, AdvantageResult, Estimator, find_equal_rewards, find_estimator
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import UserError
 
@@ -35,7 +35,7 @@ def compute_advantages(
         UserError: an unknown estimator, shapes that do not match, a NaN or infinite reward (the row is named), a group baseline with
             G = 1, or an input that the estimator needs and does not get.
     """
-    estimator = ADVANTAGES.get(config.advantages)
+    estimator = find_estimator(config.advantages)
     _check_shapes(rewards, valid, lengths, reward_parts, part_weights)
     _check_needs(config, estimator, rewards.shape[1], lengths, reward_parts)
     _check_finite("rewards", rewards, valid)

@@ -1,7 +1,7 @@
 """Token losses. Importing this package registers the ones that megagrpo brings."""
 
 from megagrpo.algorithms.losses import cispo, gmpo, gspo, policy_gradient, ppo_clip, sapo
-from megagrpo.algorithms.losses.base import LOSSES, LossInputs, LossOutput, TokenLoss, attach_gradient, register_loss
+from megagrpo.algorithms.losses.base import LOSSES, LossInputs, LossOutput, TokenLoss, attach_gradient, find_loss, register_loss
 
 __all__ = [
     "LOSSES",
@@ -10,6 +10,7 @@ __all__ = [
     "TokenLoss",
     "attach_gradient",
     "cispo",
+    "find_loss",
     "gmpo",
     "gspo",
     "policy_gradient",

@@ -10,11 +10,12 @@ couples the backward passes of two ranks.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
+from megagrpo.algorithms.lookup import find_entry
 from megagrpo.algorithms.metrics import Metric
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import UserError
@@ -28,9 +29,9 @@ LOG_RATIO_LIMIT = 20.0
 class LossInputs:
     """The T loss tokens of one micro-batch on this rank (float32, or float64 in tests; all 1-D of length T).
 
-    `sequence_sum` maps detached values [T] to their sums per sequence [num_sequences]. The default sums the local tokens; where
-    context parallelism cuts sequences, the trainer passes one that all-reduces the local sums over the context-parallel group. A
-    user's loss that calls it on a tensor with a gradient needs one whose backward all-reduces (SUM) too.
+    `sequence_sum` maps detached values [T] to their sums per sequence [num_sequences]. Where context parallelism cuts sequences, the
+    trainer passes one that all-reduces the local sums over the context-parallel group; without it the local tokens are summed. A user's
+    loss that calls `sum_sequences` on a tensor with a gradient needs one whose backward all-reduces (SUM) too.
     """
 
     actor_logprobs: Tensor  # [T] being trained: the only ratio numerator, requires grad
@@ -44,7 +45,7 @@ class LossInputs:
     entropy: Tensor | None = None  # [T] entropy of the actor's distribution; requires grad where entropy_coef is not 0
     exact_kl: Tensor | None = None  # [T] full-vocabulary KL(actor || reference), requires grad
     correction_weights: Tensor | None = None  # [T] detached importance weights of `correction.py`
-    sequence_sum: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+    sequence_sum: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)  # None: sum the local tokens
 
     def __post_init__(self) -> None:
         tokens = self.actor_logprobs.shape
@@ -54,27 +55,39 @@ class LossInputs:
             value = getattr(self, item.name)
             if isinstance(value, Tensor) and value.shape != tokens:
                 raise UserError(f"{item.name}: shape {list(value.shape)}, but actor_logprobs has {tokens[0]} tokens; they must agree")
-        if self.sequence_sum is None:
-            object.__setattr__(self, "sequence_sum", self._sum_local_tokens)
 
     def option(self, name: str) -> float:
         """Return a constant of the configured loss: the user's `loss_options`, else the default that the loss declares."""
-        return self.config.loss_options.get(name, LOSSES.get(self.config.loss).options[name])
+        return self.config.loss_options.get(name, find_loss(self.config.loss).options[name])
 
     def log_ratio(self) -> Tensor:
         """Return log(actor / old) [T], limited to 20 in value but not in gradient."""
         log_ratio = self.actor_logprobs - self.old_logprobs.detach()
         return log_ratio - (log_ratio.detach() - LOG_RATIO_LIMIT).clamp(min=0)
 
+    def sum_sequences(self, values: Tensor) -> Tensor:
+        """Return the sums of `values` [T] over each sequence's loss tokens [num_sequences], those on other ranks included."""
+        if self.sequence_sum is not None:
+            return self.sequence_sum(values)
+        return values.new_zeros(self.num_sequences).index_add(0, self.sequence_ids, values)
+
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Return for each token the mean of `values` [T] over its sequence's loss tokens [T], detached."""
         values = values.detach()
-        sums = self.sequence_sum(values)  # type: ignore[misc]  # set in __post_init__
-        counts = self.sequence_sum(torch.ones_like(values))  # type: ignore[misc]
-        return (sums / counts.clamp(min=1))[self.sequence_ids]
+        counts = self.sum_sequences(torch.ones_like(values))
+        return (self.sum_sequences(values) / counts.clamp(min=1))[self.sequence_ids]
 
-    def _sum_local_tokens(self, values: Tensor) -> Tensor:
-        return values.new_zeros(self.num_sequences).index_add(0, self.sequence_ids, values)
+    def take_rows(self, rows: slice | Tensor, actor_logprobs: Tensor, entropy: Tensor | None = None) -> "LossInputs":
+        """Return the inputs of some rows with their own `actor_logprobs` [R] and `entropy` [R].
+
+        For kernels that form the gradient chunk by chunk; a loss that `needs_whole_sequences` must not be given parts.
+        """
+        changes: dict[str, Tensor | None] = {"actor_logprobs": actor_logprobs, "entropy": entropy}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor) and item.name not in changes:
+                changes[item.name] = value[rows]
+        return replace(self, **changes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,7 @@ class TokenLoss:
     options: Mapping[str, float]  # names and defaults of what `algorithm.loss_options` may set
     zero_at_zero_advantage: bool  # a token with advantage 0 adds exactly 0 to the loss and to every gradient
     uses_old_logprobs: bool
+    needs_whole_sequences: bool  # a token's loss depends on the other tokens of its sequence (or of the batch)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         return self.function(inputs)
@@ -102,10 +116,19 @@ class TokenLoss:
 LOSSES: Registry[TokenLoss] = Registry("loss")
 
 
+def find_loss(name: str) -> TokenLoss:
+    """Return the loss registered under `name`, or the registered one that `FILE.py:function` names."""
+    return find_entry(LOSSES, name)
+
+
 def register_loss(
-    name: str, options: Mapping[str, float] | None = None, zero_at_zero_advantage: bool = True, uses_old_logprobs: bool = True
+    name: str,
+    options: Mapping[str, float] | None = None,
+    zero_at_zero_advantage: bool = True,
+    uses_old_logprobs: bool = True,
+    needs_whole_sequences: bool = False,
 ) -> Callable[[Callable[[LossInputs], LossOutput]], Callable[[LossInputs], LossOutput]]:
-    """Register a token loss under `name`, with the constants that `algorithm.loss_options` may set.
+    """Register a token loss under `name`, with the constants that `algorithm.loss_options` may set; see `TokenLoss` for the flags.
 
     Example:
         >>> @register_loss("scaled_gradient", options={"scale": 1.0})
@@ -114,7 +137,8 @@ def register_loss(
     """
 
     def add(function: Callable[[LossInputs], LossOutput]) -> Callable[[LossInputs], LossOutput]:
-        LOSSES.register(name)(TokenLoss(function, dict(options or {}), zero_at_zero_advantage, uses_old_logprobs))
+        entry = TokenLoss(function, dict(options or {}), zero_at_zero_advantage, uses_old_logprobs, needs_whole_sequences)
+        LOSSES.register(name)(entry)
         return function
 
     return add

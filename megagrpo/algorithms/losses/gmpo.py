@@ -13,7 +13,7 @@ from megagrpo.algorithms.losses.base import LossInputs, LossOutput, attach_gradi
 from megagrpo.algorithms.metrics import measure
 
 
-@register_loss("gmpo")
+@register_loss("gmpo", needs_whole_sequences=True)
 def gmpo(inputs: LossInputs) -> LossOutput:
     """Compute -g A per token; g = exp(mean of the sequence's log ratios, each clipped on the side where A would gain)."""
     log_ratio = inputs.log_ratio().detach()

@@ -15,7 +15,7 @@ from megagrpo.algorithms.losses.base import LossInputs, LossOutput, attach_gradi
 from megagrpo.algorithms.losses.ppo_clip import clipped_surrogate, measure_clipping
 
 
-@register_loss("gspo")
+@register_loss("gspo", needs_whole_sequences=True)
 def gspo(inputs: LossInputs) -> LossOutput:
     """Compute -min(s A, clip(s) A) per token, s = exp(mean over the sequence of log(actor / old))."""
     sequence_ratio = torch.exp(inputs.sequence_mean(inputs.log_ratio()))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megagrpo.algorithms.algorithm import Algorithm
-from megagrpo.algorithms.losses import LossInputs
+from megagrpo.algorithms.losses import LOSSES, LossInputs
 from megagrpo.algorithms.metrics import finalize_metrics
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import ConfigError, UserError
@@ -146,6 +146,30 @@ def test_all_problems_are_reported_at_once():
 def test_mistake_is_named_with_its_place(values, message):
     with pytest.raises(ConfigError, match=message):
         build(**values)
+
+
+CUSTOM_LOSS = """
+from megagrpo.algorithms.losses import LossOutput, register_loss
+
+@register_loss("test_from_a_file", options={"scale": 1.0})
+def scaled(inputs):
+    return LossOutput(-inputs.option("scale") * inputs.advantages * inputs.actor_logprobs)
+
+def plain(inputs):
+    return scaled(inputs)
+"""
+
+
+def test_loss_is_found_by_the_place_of_its_function(tmp_path, monkeypatch):
+    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))  # the registration ends with this test
+    (tmp_path / "mine.py").write_text(CUSTOM_LOSS)
+    algorithm = build(loss=f"{tmp_path}/mine.py:scaled", loss_options={"scale": 2.0})
+    inputs = make_inputs(algorithm.config)
+    assert torch.equal(algorithm.token_loss(inputs).loss, -2 * inputs.advantages * inputs.actor_logprobs)
+    with pytest.raises(ConfigError, match=r"algorithm\.loss: .*mine\.py:plain: the function is not registered as a loss"):
+        build(loss=f"{tmp_path}/mine.py:plain")
+    with pytest.raises(ConfigError, match=r"algorithm\.loss: .*no file"):
+        build(loss=f"{tmp_path}/missing.py:plain")
 
 
 @pytest.mark.parametrize("values", [{"clip_low": 0.0}, {"clip_high": -0.1}, {"aggregation": "constant"}])

@@ -178,11 +178,10 @@ def test_sequences_cut_over_context_parallel_ranks_give_the_same_loss_and_gradie
     actor, old, sequence_ids = make_batch()
     recorded, uncut_actor = [], actor.clone()
     uncut = build_inputs(name, uncut_actor, old, sequence_ids)
-    local_sum = uncut.sequence_sum
 
     def record(values):
         assert not values.requires_grad
-        recorded.append(local_sum(values))
+        recorded.append(values.new_zeros(len(LENGTHS)).index_add(0, sequence_ids, values))
         return recorded[-1]
 
     object.__setattr__(uncut, "sequence_sum", record)
@@ -204,6 +203,16 @@ def test_sequences_cut_over_context_parallel_ranks_give_the_same_loss_and_gradie
         loss.sum().backward()
         assert torch.allclose(loss, expected[mine], rtol=1e-12)
         assert torch.allclose(my_actor.grad, uncut_actor.grad[mine], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES.names())
+def test_rows_taken_alone_have_the_same_loss_unless_the_loss_needs_whole_sequences(name):
+    actor, old, sequence_ids = make_batch()
+    inputs = build_inputs(name, actor, old, sequence_ids)
+    whole = LOSSES.get(name)(inputs).loss
+    chunks = [slice(0, 5), slice(5, 18), slice(18, 27)]  # cuts within sequences
+    alone = torch.cat([LOSSES.get(name)(inputs.take_rows(rows, actor[rows])).loss for rows in chunks])
+    assert torch.equal(alone, whole) != LOSSES.get(name).needs_whole_sequences
 
 
 @pytest.mark.parametrize("name", LOSSES.names())
