@@ -73,15 +73,18 @@ def _run(options: argparse.Namespace) -> None:
     num_ranks = options.world_size or world_size()
     config = load_config(options.config, options.overrides)
     verify_config(config, num_ranks)
+    from megagrpo.device.launch import set_thread_environment
+
+    set_thread_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    from megagrpo.planning.components import verify_components  # the first import of torch
+
+    verify_components(config)
     if options.dry_run:
         from megagrpo.planning.dry_run import print_dry_run
 
         if rank() == 0:
             print_dry_run(config, num_ranks)
         return
-    from megagrpo.device.launch import set_thread_environment
-
-    set_thread_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     from megagrpo.device import device
 
     rank_device = device.setup()  # before anything imports megatron.core

@@ -30,7 +30,7 @@ from megagrpo.types import SamplingParams
 
 
 def run_training(config: Config, device: torch.device) -> None:
-    """Run a configuration from start (or its newest checkpoint) to end on this rank, which `device.setup` gave. Collective over all ranks."""
+    """Run a configuration from start (or its newest checkpoint) to end on this rank's `device`. Collective over all ranks."""
     started = time.perf_counter()
     session = build_session(config, device)
     try:
