@@ -37,9 +37,10 @@ class FormatReward:
 
     def _has_tags(self, text: str) -> bool:
         # no regular expression here: scanning is linear in the text, whatever the model writes
+        if any(text.count(mark) != 1 for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")):
+            return False
         for tag in self.tags:
-            opening, closing = f"<{tag}>", f"</{tag}>"
-            if not text.startswith(opening) or text.count(opening) != 1 or text.count(closing) != 1:
+            if not text.startswith(f"<{tag}>"):
                 return False
-            text = text.partition(closing)[2].lstrip()
+            text = text.partition(f"</{tag}>")[2].lstrip()
         return not text
