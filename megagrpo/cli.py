@@ -36,14 +36,17 @@ def run(
     resolved = load_config(config, overrides or [])
     num_ranks = nproc or resolved.parallel.tp * resolved.parallel.pp
     verify_config(resolved, num_ranks)
+    from megagrpo.device.launch import set_thread_environment
+
+    set_thread_environment(num_ranks)  # the ranks inherit it
+    from megagrpo.planning.components import verify_components  # the first import of torch
+
+    verify_components(resolved)
     if dry_run:
         from megagrpo.planning.dry_run import print_dry_run
 
         print_dry_run(resolved, num_ranks)
         return
-    from megagrpo.device.launch import set_thread_environment
-
-    set_thread_environment(num_ranks)
     command = torchrun_command(config, overrides or [], num_ranks)
     os.execvp(command[0], command)  # torchrun takes this process's place: signals and the exit code are its own
 

@@ -141,8 +141,12 @@ def _check_algorithm(config: Config) -> Iterator[str]:
             yield f"algorithm.overlong.buffer_tokens: missing; a fifth of rollout.max_new_tokens = {rollout.max_new_tokens} is no token"
         if buffer is not None and buffer >= rollout.max_new_tokens:
             yield f"algorithm.overlong.buffer_tokens: {buffer}: must be less than rollout.max_new_tokens = {rollout.max_new_tokens}"
-    if config.optimizer.warmup_steps >= config.run.steps:
-        yield f"optimizer.warmup_steps: {config.optimizer.warmup_steps}: must be less than run.steps = {config.run.steps}"
+    updates = config.run.steps * config.update.mini_batches_per_step * config.update.epochs_per_step
+    if config.optimizer.warmup_steps >= updates:
+        yield (
+            f"optimizer.warmup_steps: {config.optimizer.warmup_steps}: must be less than the {updates} optimizer updates of the run "
+            f"(run.steps {config.run.steps} * {config.update.mini_batches_per_step} mini-batches * {config.update.epochs_per_step} epochs)"
+        )
 
 
 def _check_evaluation(config: Config) -> Iterator[str]:

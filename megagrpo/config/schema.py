@@ -90,7 +90,7 @@ class OptimizerConfig(Section):
 
     lr: PositiveFloat = 1e-6
     min_lr_fraction: Fraction = Field(1.0, description="final learning rate as a fraction of lr")
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: NonNegativeInt = Field(0, description="optimizer updates over which lr rises from 0")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: NonNegativeFloat = 0.0
     beta1: Fraction = 0.9

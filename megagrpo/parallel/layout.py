@@ -52,6 +52,15 @@ class ParallelLayout:
             raise ValueError(f"{self.world_size} ranks are not a multiple of tp * cp * pp = {self.model_size}")
         return self.world_size // self.model_size
 
+    @property
+    def min_microbatches(self) -> int:
+        """Micro-batches that a rank should have per update, where there are enough sequences: 1, or 2 per pipeline stage.
+
+        A pipeline of p stages is busy m / (m + p - 1) of the time with m micro-batches: 80 % for p = 2 and m = 4. More of them would
+        make the matrix products thin.
+        """
+        return 1 if self.pp == 1 else 2 * self.pp
+
     def coordinates(self, rank: int) -> Coordinates:
         """Return where `rank` stands. Raises ValueError for a rank outside the world."""
         if not 0 <= rank < self.world_size:

@@ -7,6 +7,7 @@ from rich.console import Console
 from megagrpo.config.checks import build_layout, token_alignment
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import Config
+from megagrpo.parallel.layout import ParallelLayout
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class BatchArithmetic:
     max_microbatches_per_rank: int  # of one mini-batch
 
 
-def compute_batch_arithmetic(config: Config, dp: int) -> BatchArithmetic:
-    """Return the counts of one step of `config` on `dp` replicas. The configuration has passed its checks."""
+def compute_batch_arithmetic(config: Config, layout: ParallelLayout) -> BatchArithmetic:
+    """Return the counts of one step of `config` in `layout`. The configuration has passed its checks."""
     groups, completions = config.rollout.prompts_per_step, config.rollout.completions_per_prompt
     mini_batches = config.update.mini_batches_per_step
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -40,22 +41,22 @@ def compute_batch_arithmetic(config: Config, dp: int) -> BatchArithmetic:
         groups_per_mini_batch=groups // mini_batches,
         sequences_per_mini_batch=groups // mini_batches * completions,
         microbatch_tokens=budget,
-        max_microbatches_per_rank=_max_microbatches(config, groups // mini_batches, dp, budget),
+        max_microbatches_per_rank=_max_microbatches(config, groups // mini_batches, layout, budget),
     )
 
 
-def _max_microbatches(config: Config, groups: int, dp: int, budget: int) -> int:
+def _max_microbatches(config: Config, groups: int, layout: ParallelLayout, budget: int) -> int:
     """Micro-batches of one mini-batch on one rank at most.
 
     The planner puts each item where there is room. Items of at most s tokens find none only when every micro-batch holds
-    k = budget // s of them already, so ceil(items / (dp * k)) micro-batches always do; a pipeline asks for pp of them at least.
+    k = budget // s of them already, so ceil(items / (dp * k)) micro-batches always do; a pipeline asks for `min_microbatches` at least.
     An item is a sequence, or, with shared prompts, a prompt with as many of its completions as fit.
     """
     prompt, new, completions = config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.rollout.completions_per_prompt
-    sequences = groups * completions
+    sequences, dp = groups * completions, layout.dp
     if not config.update.packing:
         return -(-sequences // dp)
-    bounds = [config.parallel.pp, -(-sequences // (dp * (budget // (prompt + new))))]
+    bounds = [layout.min_microbatches, -(-sequences // (dp * (budget // (prompt + new))))]
     if config.update.share_prompts:
         together = min(completions, (budget - prompt) // new)
         trees = groups * -(-completions // together)
@@ -74,7 +75,7 @@ def format_dry_run(config: Config, world_size: int) -> str:
     parts = [
         ("Configuration", dump_config(config).rstrip()),
         (f"Ranks: {world_size} = {layout.describe()}", f"{layout.grid()}\n(stages separated by |, tp ranks side by side)"),
-        ("One step", "\n".join(_batch_lines(config, compute_batch_arithmetic(config, layout.dp), layout.dp))),
+        ("One step", "\n".join(_batch_lines(config, compute_batch_arithmetic(config, layout), layout.dp))),
     ]
     return "\n\n".join(f"{title}\n{'-' * len(title)}\n{body}" for title, body in parts)
 

@@ -21,7 +21,7 @@ def run_file(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_hidden_layers": 4}))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
     path = tmp_path / "run.yaml"
-    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n")
+    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact_match}]}\n")
     return path
 
 
@@ -53,7 +53,7 @@ def test_run_starts_one_replica_on_the_loopback_with_threads_set(run_file, monke
 
 def test_dry_run_prints_and_launches_nothing(run_file, monkeypatch, capsys):
     code, launched = call(monkeypatch, "run", run_file, "--nproc", "4", "--dry-run")
-    assert (code, launched) == (0, [])
+    assert (code, launched) == (0, [4])  # threads set for 4 ranks, no command
     assert "Ranks: 4 = dp 4" in capsys.readouterr().out
 
 

@@ -127,7 +127,11 @@ def test_defaults_have_no_problem(run_file):
             ["algorithm.overlong.penalty=1", "algorithm.overlong.buffer_tokens=256"],
             "algorithm.overlong.buffer_tokens: 256: must be less than rollout.max_new_tokens = 256",
         ),
-        (1, ["run.steps=5", "optimizer.warmup_steps=5"], "optimizer.warmup_steps: 5: must be less than run.steps = 5"),
+        (
+            1,
+            ["run.steps=5", "update.mini_batches_per_step=2", "optimizer.warmup_steps=10"],
+            "optimizer.warmup_steps: 10: must be less than the 10 optimizer updates of the run (run.steps 5 * 2 mini-batches * 1 epochs)",
+        ),
         (
             1,
             ["evaluation.sets=[{name: a, source: train.jsonl}, {name: a, source: train.jsonl}]"],

@@ -1,4 +1,4 @@
-"""A dry run tells what a step will be, with numbers that can be checked by hand, and costs no torch."""
+"""A dry run tells what a step will be, with numbers that can be checked by hand, and builds nothing."""
 
 import json
 import os
@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from megagrpo.config.load import load_config
 from megagrpo.config.yaml_core import parse_yaml
+from megagrpo.errors import ConfigError
+from megagrpo.parallel.layout import ParallelLayout
+from megagrpo.planning.components import verify_components
 from megagrpo.planning.dry_run import compute_batch_arithmetic, format_dry_run
 from megagrpo.policy.microbatches import PackingRules, SampleSize, plan_microbatches
 from megagrpo.train import main, parse_arguments
@@ -24,7 +27,7 @@ def run_file(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text(json.dumps(model))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
     path = tmp_path / "run.yaml"
-    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n")
+    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact_match}]}\n")
     return path
 
 
@@ -42,14 +45,14 @@ OVERRIDES = [
 def test_batch_arithmetic_by_hand(run_file):
     # 12 / 2 = 6 groups * 3 = 18 sequences per mini-batch. 3 sequences of 100 tokens fit 350: ceil(18 / (4 * 3)) = 2 micro-batches.
     # Shared prompts: 40 + 3 * 60 = 220 tokens a group, 1 group a micro-batch: ceil(6 / 4) = 2.
-    batch = compute_batch_arithmetic(load_config(run_file, OVERRIDES), dp=4)
+    batch = compute_batch_arithmetic(load_config(run_file, OVERRIDES), ParallelLayout(4))
     assert (batch.completions, batch.max_tokens_per_step, batch.updates_per_step) == (36, 3600, 4)
     assert (batch.groups_per_mini_batch, batch.sequences_per_mini_batch) == (6, 18)
     assert batch.max_microbatches_per_rank == 2
 
 
 def test_without_packing_each_sequence_is_a_micro_batch(run_file):
-    batch = compute_batch_arithmetic(load_config(run_file, [*OVERRIDES, "update.packing=false"]), dp=4)
+    batch = compute_batch_arithmetic(load_config(run_file, [*OVERRIDES, "update.packing=false"]), ParallelLayout(4))
     assert batch.max_microbatches_per_rank == 5
 
 
@@ -77,9 +80,10 @@ def test_no_plan_has_more_micro_batches_than_the_bound(run_file, data):
     for group in range(groups):
         prompt_tokens = draw(st.integers(1, prompt))
         samples += [SampleSize(group, prompt_tokens, draw(st.integers(1, new))) for _ in range(completions)]
-    rules = PackingRules(budget, packing=packing, share_prompts=share, min_microbatches=pp)
+    layout = ParallelLayout(world_size=dp * pp, pp=pp)
+    rules = PackingRules(budget, packing=packing, share_prompts=share, min_microbatches=layout.min_microbatches)
     plans = plan_microbatches(samples, dp, rules, hidden_size=8)
-    assert max(map(len, plans)) <= compute_batch_arithmetic(config, dp).max_microbatches_per_rank
+    assert max(map(len, plans)) <= compute_batch_arithmetic(config, layout).max_microbatches_per_rank
 
 
 def test_the_text_holds_the_resolved_config_the_grid_and_the_arithmetic(run_file):
@@ -99,24 +103,41 @@ def test_the_text_holds_the_resolved_config_the_grid_and_the_arithmetic(run_file
         assert line in text
 
 
-def run_train(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "megagrpo.train", *arguments],
-        env={**os.environ, **environment},
+def test_dry_run_builds_no_model_and_no_process_group(run_file):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "megagrpo.train", str(run_file), "--dry-run", "parallel.pp=2"],
+        env={**os.environ, "WORLD_SIZE": "2"},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-
-
-def test_dry_run_builds_nothing_and_imports_no_torch(run_file):
-    done = run_train(str(run_file), "--dry-run", "parallel.pp=2", WORLD_SIZE="2")
     assert done.returncode == 0
     assert "replica 0: 0 | 1" in done.stdout
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "yaml" in imported
-    assert not {"torch", "megatron", "transformers"} & imported
+    assert not {"megatron", "megatron.core", "transformers", "megagrpo.trainer"} & imported
+
+
+def test_misspelt_components_are_told_together(run_file):
+    overrides = [
+        "algorithm.loss=ppo_clp",
+        "algorithm.advantage_options={k: 2}",
+        "engine.name=vlm",
+        "rewards.functions=[{name: exat_match}, {name: exact_match, options: {colum: answer}}, {name: 'reward.py:score'}]",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        verify_components(load_config(run_file, overrides))
+    starts = [
+        "algorithm.advantage_options.k: not an option of grpo",
+        "algorithm.loss: loss 'ppo_clp' is not registered; did you mean ppo_clip?; known: ",
+        "engine.name: engine 'vlm' is not registered",
+        "rewards.functions.0.name: reward 'exat_match' is not registered; did you mean exact_match?; known: ",
+        "rewards.functions.1.options.colum: not an option of exact_match; did you mean column?; its options: column, ",
+    ]
+    assert len(caught.value.problems) == len(starts)
+    for line, start in zip(caught.value.problems, starts, strict=True):
+        assert line.startswith(start)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -1,0 +1,47 @@
+"""Checks of the names and options that registries know. Imports torch (with the algorithms), builds nothing."""
+
+import inspect
+from collections.abc import Iterator
+
+from megagrpo.algorithms.checks import check_algorithm_config
+from megagrpo.config.schema import Config, RewardConfig
+from megagrpo.errors import ConfigError, UserError
+from megagrpo.registry import suggestion
+from megagrpo.rewards.build import is_custom
+from megagrpo.rewards.reward import REWARDS
+from megagrpo.rollout.engines import ENGINES
+
+
+def verify_components(config: Config) -> None:
+    """Look every configured component up.
+
+    Rewards are not built and users' own are not imported: both happen in the worker processes that run them.
+
+    Raises:
+        ConfigError: all mistakes, one line each.
+    """
+    problems = check_algorithm_config(config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens)
+    try:
+        ENGINES.get(config.engine.name)
+    except UserError as error:
+        problems.append(f"engine.name: {error}")
+    for position, reward in enumerate(config.rewards.functions):
+        problems.extend(_check_reward(f"rewards.functions.{position}", reward))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_reward(place: str, reward: RewardConfig) -> Iterator[str]:
+    if is_custom(reward.name):
+        return
+    try:
+        parameters = inspect.signature(REWARDS.get(reward.name)).parameters
+    except UserError as error:
+        yield f"{place}.name: {error}"
+        return
+    for option in reward.options:
+        if option not in parameters:
+            yield (
+                f"{place}.options.{option}: not an option of {reward.name}{suggestion(option, list(parameters))}; "
+                f"its options: {', '.join(parameters) or 'none'}"
+            )
