@@ -43,15 +43,17 @@ def build_summary(
     """
     steps = 0
     totals = {names.STEP_SECONDS: 0.0, names.STEP_CPU_SECONDS: 0.0, names.GENERATED_TOKENS: 0.0}
-    gaps: list[float | None] = []
+    gaps: list[float] = []
+    gap_is_finite = True
     evaluations: dict[str, list[float]] = {}
     for row in rows:
         if names.STEP_SECONDS in row:
             steps += 1
         for name in totals:
             totals[name] += row.get(name) or 0.0
-        if names.LOGPROB_GAP in row:
-            gaps.append(row[names.LOGPROB_GAP])
+        gap = row.get(names.LOGPROB_GAP, 0.0)
+        gap_is_finite &= gap is not None
+        gaps += [gap] if gap is not None and names.LOGPROB_GAP in row else []
         for name, value in row.items():
             held_out = names.evaluation_set(name)
             if held_out is not None and value is not None:
@@ -63,7 +65,7 @@ def build_summary(
         "cpu_seconds_per_step": totals[names.STEP_CPU_SECONDS] / steps if steps else None,
         "peak_rss_bytes": list(peak_rss_bytes),
         "eval": {name: {"first": values[0], "last": values[-1], "best": max(values)} for name, values in evaluations.items()},
-        "max_logprob_gap": max(gaps) if gaps and None not in gaps else None,
+        "max_logprob_gap": max(gaps) if gaps and gap_is_finite else None,
         "generated_tokens": int(totals[names.GENERATED_TOKENS]),
         "versions": dict(package_versions() if versions is None else versions),
     }
