@@ -97,11 +97,11 @@ def _reject_sequences(log_ratio: Tensor, sum_sequences: Callable[[Tensor], Tenso
     rejected = torch.zeros_like(lengths, dtype=torch.bool)
     if config.reject != "none":
         total = sum_sequences(log_ratio)
-        judged = total / lengths.clamp(min=1) if config.reject == "geometric" else total
+        judged = total / lengths.clamp(min=1) if config.reject == "geometric" else total  # no tokens: a ratio of 1
         rejected |= ~_within(judged, config.reject_low, config.reject_high)
     if config.veto_below > 0:
         rejected |= sum_sequences((log_ratio < _log(config.veto_below, log_ratio)).double()) > 0
-    return rejected & (lengths > 0)
+    return rejected
 
 
 def _compute_weights(

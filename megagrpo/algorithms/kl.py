@@ -1,7 +1,7 @@
 """KL estimators from the log-probs of sampled tokens, their use in loss and reward, and the adaptive coefficient.
 
 Source: Schulman, "Approximating KL divergence" (2020) for k1, k2 and k3; k3 in the loss: DeepSeekMath (arXiv 2402.03300, Eq. 4); adaptive
-coefficient: Ziegler et al. (arXiv 1909.08593, Section 2.2).
+coefficient: Ziegler et al. (arXiv 1909.08593).
 
 Differences from the papers: near u = 0 k3 uses its Taylor series (exp(u) - u - 1 cancels there in float32) and above `linear_above`
 it goes on along its tangent: it neither overflows nor loses its gradient where the penalty is needed most.

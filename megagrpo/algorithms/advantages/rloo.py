@@ -1,6 +1,6 @@
 """RLOO: each reward against the mean of the others of its group.
 
-Source: Ahmadian et al., "Back to Basics" (arXiv 2402.14740), Section 2.3; Kool et al. (2019).
+Source: Ahmadian et al., "Back to Basics" (arXiv 2402.14740), REINFORCE leave-one-out; Kool et al. (2019).
 
 Differences from the paper: computed as n / (n - 1) * (r - mean of all n), which is the same number.
 """

@@ -17,7 +17,7 @@ from megagrpo.errors import UserError
 
 LENGTHS = [1, 7, 4, 12, 3]
 ADVANTAGES = [1.0, -0.7, 0.0, 1.3, -1.6]
-LOW, HIGH = 0.2, 0.28
+LOW, HIGH = 0.1, 0.4  # far apart, so that a swap of the two shows
 
 
 def clip(value, low=1 - LOW, high=1 + HIGH):
