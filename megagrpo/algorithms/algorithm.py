@@ -78,8 +78,12 @@ class Algorithm:
 
     @property
     def can_skip_zero_advantage(self) -> bool:
-        """Whether a token with advantage 0 adds exactly 0 to the loss and to every gradient (it still counts in denominators)."""
-        return self._loss.zero_at_zero_advantage and not self.kl_in_loss and not self.needs_entropy
+        """Whether a completion with advantage 0 need not be computed: it adds exactly 0 to the loss and to every gradient.
+
+        It still counts in denominators; so where a correction masks tokens it must be computed, for the mask to count it.
+        """
+        adds_nothing = self._loss.zero_at_zero_advantage and not self.kl_in_loss and not self.needs_entropy
+        return adds_nothing and not self.config.correction.masks
 
     def shape_rewards(self, rewards: Tensor, lengths: Tensor, finish_by_length: Tensor) -> Tensor:
         """Return `rewards` [N, G] with the soft overlong penalty added (unchanged where it is off)."""
@@ -96,6 +100,11 @@ class Algorithm:
     def kl_penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
         """Return what KL takes from each completion's reward [num_sequences] float64 (subtract it); see `compute_kl_penalty`."""
         return compute_kl_penalty(old_logprobs, ref_logprobs, sequence_ids, num_sequences, self.config.kl, self.kl_coef)
+
+    def measure_kl_penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> dict[str, Metric]:
+        """Measure `ref_kl` of KL in the reward on a micro-batch's tokens [T], for the report and for `update_kl`."""
+        kl = estimate_kl(old_logprobs.detach(), ref_logprobs, self.config.kl.estimator, self.config.kl.linear_above)
+        return {"ref_kl": measure("ref_kl", kl)}
 
     def advantages(
         self,

@@ -33,6 +33,11 @@ def check_algorithm_config(config: AlgorithmConfig, completions_per_prompt: int,
         k = {**estimator.options, **config.advantage_options}.get("k", 1)
         if config.advantages == "pass_at_k" and not 1 <= k <= completions_per_prompt:
             problems.append(f"algorithm.advantage_options.k: {k:g}; must be 1 to rollout.completions_per_prompt = {completions_per_prompt}")
+        if estimator.needs_parts and (config.overlong.penalty > 0 or (config.kl.coef > 0 and config.kl.placement == "reward")):
+            problems.append(
+                f"algorithm.advantages: {config.advantages} normalises each reward apart, so it does not see what overlong.penalty or "
+                "kl.placement: reward take from their sum; use overlong.mask or a length reward, and kl.placement: loss"
+            )
     loss = _collect(lambda: find_entry(LOSSES, config.loss), "algorithm.loss", problems)
     if loss is not None:
         problems += _unknown_options("algorithm.loss_options", config.loss_options, loss.options, config.loss)

@@ -84,6 +84,7 @@ def test_missing_input_is_named(values, field):
         ({"old_logprobs": "engine"}, False, False, True),
         ({"loss": "policy_gradient"}, False, False, True),
         ({"loss": "policy_gradient", "correction": {"importance": "token"}}, False, True, True),
+        ({"correction": {"band_high": 5.0}}, False, True, False),  # a skipped completion's masked tokens would count
     ],
 )
 def test_trainer_is_told_what_is_needed(values, reference, old, skip):
@@ -107,6 +108,15 @@ def test_overlong_masking_is_off_unless_asked():
     valid, cut = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[True, False]])
     assert build().mask_completions(valid, cut).tolist() == [[True, True]]
     assert build(overlong={"mask": True}).mask_completions(valid, cut).tolist() == [[False, True]]
+
+
+def test_kl_in_the_reward_is_measured_on_the_tokens_it_was_taken_from():
+    algorithm = build(kl={"coef": 0.2, "estimator": "k1", "placement": "reward"})
+    old, reference = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.7])
+    measured = finalize_metrics(algorithm.measure_kl_penalty(old, reference))["ref_kl"]
+    penalty = algorithm.kl_penalty(old, reference, torch.tensor([0, 0, 1]), 2)
+    assert measured == pytest.approx((0.5 - 1.0 + 0.2) / 3, rel=1e-6)
+    assert penalty.tolist() == pytest.approx([0.2 * -0.5, 0.2 * 0.2], rel=1e-6)
 
 
 def test_adaptive_coefficient_survives_a_checkpoint():
@@ -140,6 +150,8 @@ def test_all_problems_are_reported_at_once():
         ({"loss_options": {"dual_clp": 3.0}}, "dual_clp: not an option of ppo_clip; did you mean dual_clip"),
         ({"loss_options": {"dual_clip": 0.5}}, "dual_clip: 0.5; must be above 1"),
         ({"loss": "sapo", "loss_options": {"tau_positive": 0.0}}, "must be above 0"),
+        ({"advantages": "gdpo", "overlong": {"penalty": 1.0}}, "gdpo normalises each reward apart"),
+        ({"advantages": "gdpo", "kl": {"coef": 0.1, "placement": "reward"}}, "gdpo normalises each reward apart"),
         ({"advantages": "pass_at_k", "advantage_options": {"k": 5}}, "k: 5; must be 1 to rollout.completions_per_prompt = 4"),
     ],
 )
