@@ -75,3 +75,9 @@ def tiny_hf_folder(tmp_path_factory):
 def character_tokenizer():
     """The character tokenizer of `tiny_hf_folder`."""
     return build_character_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """A function (family="qwen3", **config overrides) -> the model in that family's `tiny_hf_folder`, with plain attention."""
+    return build_tiny_model
