@@ -5,6 +5,7 @@ D head size, Lp longest live prompt, Lt longest live completion.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -136,7 +137,7 @@ class RolloutCache:
         step = self.step
         keys, values = self.prompts.reserve(layer, key, *step.capacity)
         output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        for slot, start, end in zip(step.slots, step.bounds, step.bounds[1:], strict=False):
+        for slot, (start, end) in zip(step.slots, pairwise(step.bounds), strict=True):
             keys[slot, :, : end - start] = key[:, start:end]
             values[slot, :, : end - start] = value[:, start:end]
             q, k, v = (states[None, :, start:end] for states in (query, key, value))
