@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.config.checks import build_layout, token_alignment
+from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
 from megagrpo.config.schema import Config, EvaluationSetConfig
 from megagrpo.errors import UserError
 from megagrpo.models.build import StageModel, build_transformer_config, load_stage_model
@@ -29,9 +30,6 @@ from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenize
 from megagrpo.types import Prompt
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.publisher import WeightPublisher
-
-# A pipeline of p stages is busy m / (m + p - 1) of the time with m micro-batches: 80 % for m = 4, p = 2; more would make thin GEMMs.
-MICROBATCHES_PER_STAGE = 2
 
 
 @dataclass
@@ -64,7 +62,8 @@ def build_session(config: Config, device: torch.device) -> Session:
     """
     precision = build_precision(config.precision.recipe)
     use_te = uses_transformer_engine(config.model.attention)
-    hf = read_hf_config(config.model.path)
+    hf_folder = hf_folder_of(config.model.path)
+    hf = read_hf_config(hf_folder)
     algorithm = Algorithm(config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, hf.vocab_size)
@@ -77,7 +76,8 @@ def build_session(config: Config, device: torch.device) -> Session:
         return load_stage_model(config.model.path, hf, transformer_config, groups, device, use_te)
 
     actor = Actor(load_model(), config.optimizer)
-    check_no_unknown_tensors(actor.model, config.model.path)
+    if not is_megatron_checkpoint(config.model.path):
+        check_no_unknown_tensors(actor.model, config.model.path)
     reference = Reference(load_model()) if algorithm.needs_reference else None
     layout = build_layout(config, groups.world_size)
     alignment = token_alignment(config)
@@ -87,13 +87,13 @@ def build_session(config: Config, device: torch.device) -> Session:
         alignment,
         config.update.packing,
         config.update.share_prompts and not use_te,
-        MICROBATCHES_PER_STAGE * config.parallel.pp if config.parallel.pp > 1 else 1,
+        layout.min_microbatches,
     )
     updater = PolicyUpdater(
         config, actor, reference, algorithm, groups, layout, MicroBatchBuilder(device, alignment, pad_token_id, use_te), rules
     )
     engine = ENGINES.get(config.engine.name)(
-        config.model.path, config.engine, tokenizer=tokenizer, device=device, dtype=precision.params_dtype, load_weights=False
+        hf_folder, config.engine, tokenizer=tokenizer, device=device, dtype=precision.params_dtype, load_weights=False
     )
     return Session(
         config=config,
@@ -111,7 +111,7 @@ def build_session(config: Config, device: torch.device) -> Session:
 
 def load_tokenizer(config: Config) -> Any:
     """Load the run's tokenizer; whatever transformers raises for a broken folder becomes one line."""
-    folder = config.model.tokenizer or config.model.path
+    folder = config.model.tokenizer or hf_folder_of(config.model.path)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # OSError, ValueError, KeyError, ... by what is broken

@@ -12,6 +12,7 @@ import torch
 from megagrpo.checkpoint.manager import CheckpointManager
 from megagrpo.checkpoint.state import TrainerState
 from megagrpo.config.load import dump_config
+from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
 from megagrpo.device import device as device_module
 from megagrpo.errors import UserError
@@ -46,7 +47,9 @@ class Trainer:
     def __init__(self, session: Session, started: float):
         self.session, self.config, self.started = session, session.config, started
         self.run_dir = Path(self.config.run.dir)
-        self.checkpoints = CheckpointManager(self.run_dir / "checkpoints", self.config.checkpoint.keep_last)
+        self.checkpoints = CheckpointManager(
+            self.run_dir / "checkpoints", self.config.checkpoint.keep_last, hf_folder_of(self.config.model.path)
+        )
         self.state = TrainerState()
         self.timers = PhaseTimers()
 
@@ -166,7 +169,7 @@ class Trainer:
         if self.config.run.export_hf:
             tensors = self.session.publisher.exporter.tensors()
             if self.recorder:
-                write_hf_folder(tensors, self.config.model.path, self.run_dir / "hf")
+                write_hf_folder(tensors, hf_folder_of(self.config.model.path), self.run_dir / "hf")
             else:
                 for _ in tensors:  # takes part in the collectives; the first rank writes
                     pass

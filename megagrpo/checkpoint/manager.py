@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 
 from megagrpo.checkpoint.state import TrainerState
 from megagrpo.device.device import megatron_region
+from megagrpo.models.megatron_files import copy_hf_files
 from megagrpo.policy.actor import Actor
 
 # The one optimizer sharding that reads back in another layout (0.16.1's default raises, dp_zero_gather_scatter does not reshard).
@@ -27,8 +28,9 @@ SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 class CheckpointManager:
     """Saves, finds, loads and retires the checkpoints of one run folder."""
 
-    def __init__(self, folder: Path, keep_last: int):
-        self.folder, self.keep_last = folder, keep_last
+    def __init__(self, folder: Path, keep_last: int, hf_folder: Path):
+        """`hf_folder`: its config and tokenizer are kept beside the shards, so that a checkpoint converts to HF by itself."""
+        self.folder, self.keep_last, self.hf_folder = folder, keep_last, hf_folder
 
     def save(self, actor: Actor, state: TrainerState) -> Path:
         """Write a checkpoint and retire old ones. Collective over all ranks."""
@@ -44,6 +46,7 @@ class CheckpointManager:
             dist_checkpointing.save(_sharded_state(actor, is_loading=False), str(partial), strategy, content_metadata=SHARDING)
         dist.barrier()
         if dist.get_rank() == 0:
+            copy_hf_files(self.hf_folder, partial / "hf_files")
             state.save(partial / "trainer_state.json")
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)

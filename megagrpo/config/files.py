@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.callables import is_callable_spec
+from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
 
 
 def read_hf_config(path: str) -> dict[str, Any] | None:
-    """Return the `config.json` of the HF folder at `path`, or None where there is none that can be read (`check_files` says why)."""
+    """Return the `config.json` of the model folder at `path`, or None where there is none that can be read (`check_files` says why)."""
     try:
-        content = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((hf_folder_of(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
@@ -35,7 +36,7 @@ def _check_model(path: str) -> Iterator[str]:
     folder = Path(path)
     if not folder.is_dir():
         yield f"model.path: {path}: no such folder"
-    elif not (folder / "config.json").is_file():
+    elif not (hf_folder_of(folder) / "config.json").is_file():
         yield f"model.path: {path}: no config.json in it; an HF folder has config.json, safetensors and a tokenizer"
     elif read_hf_config(path) is None:
         yield f"model.path: {path}/config.json: not a JSON object"

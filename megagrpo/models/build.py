@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
+from megagrpo.config.model_folder import is_megatron_checkpoint
 from megagrpo.device.device import has_cuda, megatron_region
 from megagrpo.models import families
 from megagrpo.models.family import FAMILIES, HFConfig
 from megagrpo.models.hf_files import load_hf_weights
+from megagrpo.models.megatron_files import load_megatron_model
 from megagrpo.models.precision import Precision
 from megagrpo.models.rope import PositionedRotaryEmbedding
 from megagrpo.models.rules import Dimensions, ParameterRule, RuleTable, split
@@ -139,7 +142,20 @@ def build_stage_model(hf: HFConfig, config: TransformerConfig, groups: ParallelG
     module.rotary_pos_emb = PositionedRotaryEmbedding(hf, device)
     if groups.is_last_stage:
         return_hidden_states(module)
-    return StageModel(module, hf, config, dims, RuleTable(FAMILIES.get(hf.model_type).parameter_rules(hf)), groups)
+    model = StageModel(module, hf, config, dims, RuleTable(FAMILIES.get(hf.model_type).parameter_rules(hf)), groups)
+    mark_split_parameters(model)
+    return model
+
+
+def mark_split_parameters(model: StageModel) -> None:
+    """Tell Megatron which parameters are split over tp; it sets these marks only where it also initialises the weights.
+
+    Without them the grad-norm counts a split parameter on the first tp rank only, silently, and clipping goes wrong.
+    """
+    for _, rule, _, parameter in model.named_rules():
+        if rule.split_dimension is not None:
+            for name, value in {"tensor_model_parallel": True, "partition_dim": rule.split_dimension, "partition_stride": 1}.items():
+                setattr(parameter, name, value)
 
 
 def return_hidden_states(module: GPTModel) -> None:
@@ -153,7 +169,10 @@ def return_hidden_states(module: GPTModel) -> None:
 def load_stage_model(
     folder: str, hf: HFConfig, config: TransformerConfig, groups: ParallelGroups, device: torch.device, use_te: bool
 ) -> StageModel:
-    """Build this rank's part and read its slices of the HF folder's weights."""
+    """Build this rank's part and read its weights: slices of an HF folder's tensors, or shards of a Megatron checkpoint."""
     model = build_stage_model(hf, config, groups, device, use_te)
-    load_hf_weights(model, folder)
+    if is_megatron_checkpoint(folder):
+        load_megatron_model(model, Path(folder))
+    else:
+        load_hf_weights(model, folder)
     return model

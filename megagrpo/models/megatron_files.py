@@ -1,0 +1,49 @@
+"""A model as a Megatron-core distributed checkpoint, with the HF config and tokenizer beside it: what `tools/` convert to and from.
+
+FOLDER/__0_0.distcp ... .metadata   shards (torch_dist), readable in any layout
+FOLDER/hf_files/                    config.json, tokenizer, generation config of the HF folder it came from
+"""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+
+from megagrpo.device.device import megatron_region
+from megagrpo.errors import UserError
+from megagrpo.models.hf_files import TOKENIZER_PATTERNS
+
+if TYPE_CHECKING:
+    from megagrpo.models.build import StageModel
+
+
+def copy_hf_files(source: Path, target: Path) -> None:
+    """Copy config, tokenizer and generation config of an HF folder (not its weights)."""
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in ("config.json", *TOKENIZER_PATTERNS):
+        for path in source.glob(pattern):
+            shutil.copy(path, target / path.name)
+
+
+def save_megatron_model(model: "StageModel", folder: Path) -> None:
+    """Write the model's shards into an empty folder. Collective over all ranks."""
+    with megatron_region():
+        state = {"model": model.module.sharded_state_dict()}
+        dist_checkpointing.save(state, str(folder), get_default_save_sharded_strategy())
+
+
+def load_megatron_model(model: "StageModel", folder: Path) -> None:
+    """Fill a stage model from a checkpoint, in any layout. Collective over all ranks. A run's checkpoint works; its optimizer is not read.
+
+    Raises:
+        UserError: the checkpoint is of another model, or damaged.
+    """
+    with megatron_region():
+        try:
+            state = dist_checkpointing.load({"model": model.module.sharded_state_dict()}, str(folder))
+        except Exception as error:  # Megatron, torch.distributed.checkpoint and pickle raise a dozen types by what is wrong
+            cause = " ".join(str(error).split())[:300]
+            raise UserError(f"{folder}: not a checkpoint of this model, or damaged: {type(error).__name__}: {cause}") from error
+        model.module.load_state_dict(state["model"])

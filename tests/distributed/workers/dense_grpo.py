@@ -1,0 +1,79 @@
+"""A plain float64 GRPO on a transformers model: the expected values of the invariance tests. Nothing of megagrpo's numerics is used.
+
+Follows DeepSeekMath (arXiv 2402.03300), Eq. 3 and 4: clipped ratio against the old policy, k3 towards the reference, mean over the tokens of a
+completion, then mean over the completions of the mini-batch; AdamW with global-norm clipping.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+STEPS, GROUPS, COMPLETIONS = 3, 4, 4
+MINI_BATCHES, EPOCHS = 2, 2
+CLIP_LOW, CLIP_HIGH, KL_COEF, TEMPERATURE = 0.2, 0.28, 0.05, 0.8
+# eps: with 1e-8 AdamW turns the float32 rounding of a gradient of 1e-8 into a full step, in any implementation.
+LR, BETA1, BETA2, EPS, CLIP_GRAD = 1e-3, 0.9, 0.95, 1e-5, 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion of the made-up rollouts."""
+
+    group: int
+    place: int
+    prompt: tuple[int, ...]
+    tokens: np.ndarray
+    reward: float
+
+
+def make_rollouts(step: int, vocab_size: int) -> list[Row]:
+    """Ragged groups: prompts and completions from one token up, one group whose rewards are all equal."""
+    random = np.random.default_rng(100 + step)
+    rows = []
+    for group in range(GROUPS):
+        prompt = tuple(int(token) for token in random.integers(0, vocab_size, 1 + 5 * group))
+        for place in range(COMPLETIONS):
+            tokens = random.integers(0, vocab_size, 1 if (group, place) == (1, 2) else int(random.integers(2, 14)))
+            rows.append(Row(group, place, prompt, tokens, 1.0 if group == 3 else float(random.integers(0, 2)) + 0.25 * place))
+    return rows
+
+
+def completion_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
+    """log p(token) of each completion token, [L], from one unpadded forward."""
+    ids = torch.tensor([[*row.prompt, *row.tokens.tolist()]])
+    logits = model(ids).logits[0, len(row.prompt) - 1 : -1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None])[:, 0]
+
+
+def train_dense(folder: Path) -> dict:
+    """Run all steps; return per update (loss, grad_norm) and the final state dict, float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0)
+    updates = []
+    for step in range(STEPS):
+        rows = make_rollouts(step, model.config.vocab_size)
+        with torch.no_grad():
+            old = [completion_logprobs(model, row) for row in rows]
+            ref = [completion_logprobs(reference, row) for row in rows]
+        for _ in range(EPOCHS):
+            for mini_batch in np.array_split(np.arange(GROUPS), MINI_BATCHES):
+                members = [i for i, row in enumerate(rows) if row.group in mini_batch]
+                loss = torch.zeros((), dtype=torch.float64)
+                for i in members:
+                    rewards = np.array([row.reward for row in rows if row.group == rows[i].group])
+                    advantage = 0.0 if rewards.std() == 0 else (rows[i].reward - rewards.mean()) / rewards.std()
+                    actor = completion_logprobs(model, rows[i])
+                    ratio = torch.exp(actor - old[i])
+                    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
+                    u = ref[i] - actor
+                    loss = loss - (surrogate - KL_COEF * (torch.exp(u) - u - 1)).mean() / len(members)
+                optimizer.zero_grad()
+                loss.backward()
+                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
+                optimizer.step()
+                updates.append((loss.item(), grad_norm.item()))
+    return {"updates": updates, "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
