@@ -124,6 +124,7 @@ class Trainer:
             rollouts,
             learning_rate=lambda k: learning_rate(self.config.optimizer, self.state.updates + k, total_updates),
             before_apply=self._gate if self.state.updates == 0 else None,
+            weight_version=self.state.weight_version,
         )
         self.state.updates += len(result.applied)
         for applied in result.applied:

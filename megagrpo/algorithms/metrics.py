@@ -1,8 +1,8 @@
 """Metrics whose reduction is declared once: sums and counts travel, means are formed at the very end.
 
 A mean of micro-batch means depends on how the batch was split. So every micro-batch returns `Metric`s (a sum and a count, or an
-extremum), they are merged over micro-batches, all-reduced over ranks as two vectors (one SUM, one MAX), and only `finalize_metrics`
-divides. A name may carry a suffix after a slash (`rollout_gap/age_1`): its specification is that of the part before.
+extremum), they are merged over micro-batches and ranks, and only `finalize_metrics` divides. A name may carry a suffix after a slash
+(`rollout_gap/age_1`): its specification is that of the part before.
 """
 
 import math
@@ -110,36 +110,6 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     return merged
 
 
-def pack_metrics(metrics: Mapping[str, Metric]) -> tuple[Tensor, Tensor]:
-    """Lay metrics out for two all-reduces; every rank must hold the same names.
-
-    Returns:
-        (float64 [2 * sums + extrema] to reduce by SUM, float64 [extrema] to reduce by MAX; minima travel negated).
-    """
-    sums, extrema = [], []
-    for name in sorted(metrics):
-        metric = metrics[name]
-        if metric.reduction in ("mean", "sum"):
-            sums += [metric.value, metric.count]
-        else:
-            sums.append(metric.count)
-            extrema.append(-metric.value if metric.reduction == "min" else metric.value)
-    return _stack(sums), _stack(extrema)
-
-
-def unpack_metrics(metrics: Mapping[str, Metric], sums: Tensor, extrema: Tensor) -> dict[str, Metric]:
-    """Undo `pack_metrics` after the reductions; `metrics` gives names and reductions."""
-    unpacked, next_sum, next_extremum = {}, iter(sums), iter(extrema)
-    for name in sorted(metrics):
-        reduction = metrics[name].reduction
-        if reduction in ("mean", "sum"):
-            unpacked[name] = Metric(reduction, next(next_sum), next(next_sum))
-        else:
-            value = next(next_extremum)
-            unpacked[name] = Metric(reduction, -value if reduction == "min" else value, next(next_sum))
-    return unpacked
-
-
 def finalize_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Return the numbers that are logged: results of all metrics, and those derived from several of them.
 
@@ -156,7 +126,3 @@ def finalize_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
     if results.get("correction_weight_squared", 0.0) > 0:
         results["effective_sample_fraction"] = results["correction_weight"] ** 2 / results["correction_weight_squared"]
     return results
-
-
-def _stack(values: list[Tensor]) -> Tensor:
-    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)

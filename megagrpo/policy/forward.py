@@ -28,14 +28,14 @@ def loss_rows(model: StageModel, output: torch.Tensor, batch: MicroBatch) -> tor
     return hidden.index_select(0, batch.row_index)
 
 
-def row_logprobs_of(
-    model: StageModel, hidden: torch.Tensor, batch: MicroBatch, temperature: float, compute_entropy: bool = False
+def row_logprobs(
+    model: StageModel, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, compute_entropy: bool = False
 ) -> LinearLogprobs:
-    """Return log-probs [R] (and entropies) of the completion tokens at the sampling temperature, from `loss_rows`."""
+    """Return log-probs [R] (and entropies) of `targets` [R] at the sampling temperature, from hidden states [R, H] of `loss_rows`."""
     return linear_logprobs(
         hidden,
         model.output_weight,
-        batch.targets,
+        targets,
         vocab_size=model.hf.vocab_size,
         temperature=temperature,
         group=model.groups.tp,
@@ -88,6 +88,6 @@ def compute_logprobs(model: StageModel, module: torch.nn.Module, batches: Sequen
     """Return the log-probs [R] of each micro-batch, without gradients. Empty on stages other than the last."""
 
     def score(batch: MicroBatch, output: torch.Tensor) -> torch.Tensor:
-        return row_logprobs_of(model, loss_rows(model, output, batch), batch, temperature).logprobs
+        return row_logprobs(model, loss_rows(model, output, batch), batch.targets, temperature).logprobs
 
     return run_schedule(model, module, batches, score, forward_only=True)

@@ -7,11 +7,14 @@ import torch
 
 from megagrpo.algorithms.aggregation import aggregate_loss
 from megagrpo.algorithms.algorithm import Algorithm
+from megagrpo.algorithms.diagnostics import measure_mismatch
 from megagrpo.algorithms.losses import LossInputs
-from megagrpo.algorithms.metrics import Metric
+from megagrpo.algorithms.metrics import Metric, merge_metrics
 from megagrpo.models.build import StageModel
+from megagrpo.ops.exact_kl import linear_exact_kl
+from megagrpo.ops.token_loss import linear_token_loss
 from megagrpo.policy.batch import MicroBatch
-from megagrpo.policy.forward import loss_rows, row_logprobs_of
+from megagrpo.policy.forward import loss_rows, row_logprobs
 from megagrpo.rollout.rollouts import SampleKey
 
 
@@ -21,6 +24,7 @@ class SequenceTerms:
 
     advantages: Mapping[SampleKey, float]
     token_weights: Mapping[SampleKey, float]  # weight of each token of the sequence in the summed loss: holds the global denominator
+    policy_ages: Mapping[SampleKey, int]  # publishes between the weights that sampled the sequence and the actor's
 
 
 @dataclass
@@ -35,7 +39,11 @@ class RowTerms:
 
 
 class PolicyLoss:
-    """Callable that the pipeline schedule runs on each micro-batch's output."""
+    """Callable that the pipeline schedule runs on each micro-batch's output.
+
+    A token-local loss forms its gradient while the logits are there (three GEMMs, `linear_token_loss`); one with sequence statistics or
+    the exact KL recomputes the logits in the backward (four GEMMs, `linear_logprobs`).
+    """
 
     def __init__(
         self,
@@ -48,7 +56,7 @@ class PolicyLoss:
     ):
         """
         Args:
-            rows: by `id` of the micro-batch; a micro-batch without an entry has no terms beyond its own forward.
+            rows: by `id` of the micro-batch.
             reference: the reference's stage, where the exact KL needs its output weight.
         """
         self.model, self.algorithm, self.temperature = model, algorithm, temperature
@@ -56,42 +64,93 @@ class PolicyLoss:
 
     def __call__(self, batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Return (sum over the micro-batch's tokens of weight * loss, metrics)."""
-        terms = self.rows.get(id(batch), RowTerms())
-        hidden = loss_rows(self.model, output, batch)
-        scores = row_logprobs_of(self.model, hidden, batch, self.temperature, compute_entropy=True)
-        exact_kl = self._exact_kl(hidden, terms) if self.algorithm.needs_exact_kl else None
-        old = scores.logprobs.detach() if terms.old_logprobs is None else terms.old_logprobs
+        terms = self.rows[id(batch)]
+        keep = torch.arange(len(batch.targets), device=batch.targets.device) if terms.keep is None else terms.keep.nonzero()[:, 0]
+        hidden = loss_rows(self.model, output, batch)[keep]
+        if self.algorithm.needs_whole_sequences or self.algorithm.needs_exact_kl:
+            return self._from_logprobs(batch, terms, keep, hidden)
+        return self._from_chunks(batch, terms, keep, hidden)
 
-        def kept(rows: torch.Tensor | None) -> torch.Tensor | None:
-            return rows if rows is None or terms.keep is None else rows[terms.keep]
-
-        loss = self.algorithm.token_loss(
-            LossInputs(
-                actor_logprobs=kept(scores.logprobs),
-                old_logprobs=kept(old),
-                advantages=kept(batch.per_row(self.sequences.advantages)),
-                sequence_ids=kept(batch.sequence_ids),
-                num_sequences=batch.num_sequences,
-                config=self.algorithm.config,
-                ref_logprobs=kept(terms.ref_logprobs),
-                rollout_logprobs=kept(batch.rollout_logprobs),
-                entropy=kept(scores.entropy),
-                exact_kl=kept(exact_kl),
-                correction_weights=kept(terms.correction_weights),
+    def _from_logprobs(
+        self, batch: MicroBatch, terms: RowTerms, keep: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        exact_kl = None
+        if self.algorithm.needs_exact_kl:
+            scores = linear_exact_kl(
+                hidden,
+                self.model.output_weight,
+                terms.ref_hidden[keep],
+                self.reference.output_weight,
+                batch.targets[keep],
+                vocab_size=self.model.hf.vocab_size,
+                temperature=self.temperature,
+                group=self.model.groups.tp,
+                reduce_hidden_grad=not self.model.config.sequence_parallel,
             )
-        )
-        return aggregate_loss(loss, kept(batch.per_row(self.sequences.token_weights, torch.float64)))
+            exact_kl = scores.kl
+        else:
+            scores = row_logprobs(self.model, hidden, batch.targets[keep], self.temperature, compute_entropy=True)
+        inputs = self._inputs(batch, terms, keep, scores.logprobs, scores.entropy, exact_kl)
+        loss, metrics = aggregate_loss(self.algorithm.token_loss(inputs), self._weights(batch, keep))
+        return loss, metrics | self._mismatch(batch, terms, keep, scores.logprobs)
 
-    def _exact_kl(self, hidden: torch.Tensor, terms: RowTerms) -> torch.Tensor:
-        from megagrpo.ops.exact_kl import linear_exact_kl
+    def _from_chunks(
+        self, batch: MicroBatch, terms: RowTerms, keep: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        chunks: list[Mapping[str, Metric]] = []
+        weights = self._weights(batch, keep)
 
-        return linear_exact_kl(
+        def chunk_loss(logprobs: torch.Tensor, entropy: torch.Tensor | None, rows: slice) -> torch.Tensor:
+            inputs = self._inputs(batch, terms, keep[rows], logprobs, entropy, None)
+            output = self.algorithm.token_loss(inputs)
+            chunks.append(aggregate_loss(output, weights[rows])[1])
+            return output.loss * weights[rows].to(output.loss.dtype)
+
+        result = linear_token_loss(
             hidden,
             self.model.output_weight,
-            terms.ref_hidden,
-            self.reference.output_weight,
+            batch.targets[keep],
+            chunk_loss,
             vocab_size=self.model.hf.vocab_size,
             temperature=self.temperature,
             group=self.model.groups.tp,
+            compute_entropy=True,
             reduce_hidden_grad=not self.model.config.sequence_parallel,
         )
+        return result.loss, merge_metrics(chunks) | self._mismatch(batch, terms, keep, result.logprobs)
+
+    def _inputs(
+        self,
+        batch: MicroBatch,
+        terms: RowTerms,
+        rows: torch.Tensor,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor | None,
+        exact_kl: torch.Tensor | None,
+    ) -> LossInputs:
+        def pick(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[rows]
+
+        return LossInputs(
+            actor_logprobs=logprobs,
+            old_logprobs=logprobs.detach() if terms.old_logprobs is None else terms.old_logprobs[rows],
+            advantages=batch.per_row(self.sequences.advantages)[rows],
+            sequence_ids=batch.sequence_ids[rows],
+            num_sequences=batch.num_sequences,
+            config=self.algorithm.config,
+            ref_logprobs=pick(terms.ref_logprobs),
+            rollout_logprobs=batch.rollout_logprobs[rows],
+            entropy=entropy,
+            exact_kl=exact_kl,
+            correction_weights=pick(terms.correction_weights),
+        )
+
+    def _weights(self, batch: MicroBatch, keep: torch.Tensor) -> torch.Tensor:
+        return batch.per_row(self.sequences.token_weights, torch.float64)[keep]
+
+    def _mismatch(self, batch: MicroBatch, terms: RowTerms, keep: torch.Tensor, logprobs: torch.Tensor) -> dict[str, Metric]:
+        """Measure engine against actor here where these log-probs are the old ones; otherwise it was done before the update."""
+        if terms.old_logprobs is not None:
+            return {}
+        ages = batch.per_row(self.sequences.policy_ages, torch.int64)
+        return measure_mismatch(logprobs, batch.rollout_logprobs[keep], batch.positions[keep], ages[keep])

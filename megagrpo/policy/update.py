@@ -6,13 +6,14 @@ Everything that decides (advantages, plans, weights) is computed alike on every 
 policy and the reference stay on the last pipeline stage, which alone needs them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from megagrpo.algorithms.algorithm import Algorithm
+from megagrpo.algorithms.checks import check_logprobs
 from megagrpo.algorithms.metrics import Metric, finalize_metrics, merge_metrics
 from megagrpo.config.schema import Config
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
@@ -63,11 +64,18 @@ class PolicyUpdater:
         self.groups, self.layout, self.builder, self.rules = groups, layout, builder, rules
         self.temperature = config.rollout.temperature
 
-    def run(self, rollouts: StepRollouts, learning_rate: Callable[[int], float], before_apply: BeforeApply | None = None) -> UpdateResult:
+    def run(
+        self,
+        rollouts: StepRollouts,
+        learning_rate: Callable[[int], float],
+        before_apply: BeforeApply | None = None,
+        weight_version: int = 0,
+    ) -> UpdateResult:
         """Train on one step's groups. Collective over all ranks.
 
         Args:
             rollouts: the groups.
+            weight_version: of the actor now: what the age of a completion is counted from.
             learning_rate: of the k-th update of this step.
             before_apply: called with an update's metrics before it is applied; may raise to stop the run with the weights untouched.
         """
@@ -75,10 +83,13 @@ class PolicyUpdater:
         rewards = self._shaped_rewards(rollouts)
         advantages, counters = self._advantages(rollouts, rewards, valid)
         mini_batches = self._mini_batches(rollouts, valid, advantages)
-        rows, row_metrics = self._rows_before_update(mini_batches)
+        ages = {key: weight_version - record.weight_version for key, record in rollouts.records.items()}
+        rows = self._rows_before_update(mini_batches)
+        before: dict[str, Metric] = {}
         if self.algorithm.kl_in_reward:
-            rewards = rewards - rollouts.matrix(self._kl_penalties(mini_batches, rows))
-        kept_tokens, rejected, correction_metrics = self._correct(mini_batches, rows)
+            penalties, before = self._kl_penalties(mini_batches, rows)
+            rewards = rewards - rollouts.matrix(penalties)
+        kept_tokens, rejected, mismatch = self._compare_with_engine(mini_batches, rows, ages)
         lengths = {key: kept_tokens.get(key, record.length) for key, record in rollouts.records.items()}
         if rejected or self.algorithm.kl_in_reward:
             valid = valid & ~rollouts.matrix(rejected, fill=0, dtype=torch.bool)
@@ -93,7 +104,7 @@ class PolicyUpdater:
             for mini_batch in mini_batches:
                 if not mini_batch.batches:
                     continue
-                terms = SequenceTerms(advantage_of, self._token_weights(mini_batch, lengths))
+                terms = SequenceTerms(advantage_of, self._token_weights(mini_batch, lengths), ages)
                 reference = self.reference.model if self.reference else None
                 loss = PolicyLoss(self.actor.model, self.algorithm, self.temperature, terms, rows, reference)
                 metrics = self._all_gather_metrics(self.actor.forward_backward(mini_batch.batches, loss))
@@ -102,8 +113,8 @@ class PolicyUpdater:
                 applied.append(self.actor.apply_gradients(learning_rate(len(applied))))
                 collected.append(metrics)
                 trained_tokens += sum(lengths[key] for batch in mini_batch.batches for key in batch.keys)
-        metrics = finalize_metrics(merge_metrics([*collected, row_metrics, correction_metrics]))
-        if self.algorithm.kl_in_loss and "ref_kl" in metrics:
+        metrics = finalize_metrics(merge_metrics([*collected, before, mismatch]))
+        if "ref_kl" in metrics:
             self.algorithm.update_kl(metrics["ref_kl"])
         return UpdateResult({**metrics, **{name: float(count) for name, count in counters.items()}}, applied, trained_tokens)
 
@@ -162,12 +173,14 @@ class PolicyUpdater:
         single = update.mini_batches_per_step * update.epochs_per_step == 1
         return single and not self.algorithm.config.correction.enabled and not self.algorithm.kl_in_reward
 
-    def _rows_before_update(self, mini_batches: Sequence[MiniBatch]) -> tuple[dict[int, RowTerms], dict[str, Metric]]:
+    def _rows_before_update(self, mini_batches: Sequence[MiniBatch]) -> dict[int, RowTerms]:
         """Compute what the losses need of the old policy and the reference, for all micro-batches of the step."""
         batches = [batch for mini_batch in mini_batches for batch in mini_batch.batches]
         rows = {id(batch): RowTerms() for batch in batches}
+        for batch in batches if self.groups.is_last_stage else ():
+            check_logprobs("rollout_logprobs", batch.rollout_logprobs, len(batch.targets), batch.sequence_ids)
         if not batches:
-            return rows, {}
+            return rows
         if self.algorithm.config.old_logprobs == "engine":
             for batch in batches:
                 rows[id(batch)].old_logprobs = batch.rollout_logprobs
@@ -180,42 +193,63 @@ class PolicyUpdater:
         elif self.reference is not None:
             for batch, logprobs in zip(batches, self.reference.logprobs(batches, self.temperature), strict=self.groups.is_last_stage):
                 rows[id(batch)].ref_logprobs = logprobs
-        return rows, {}
+        return rows
 
-    def _kl_penalties(self, mini_batches: Sequence[MiniBatch], rows: Mapping[int, RowTerms]) -> dict[SampleKey, float]:
-        """Return what KL takes from each completion's reward. Collective over all ranks."""
-        mine: dict[SampleKey, float] = {}
-        if self.groups.reports_losses:
-            for batch in (batch for mini_batch in mini_batches for batch in mini_batch.batches):
-                terms = rows[id(batch)]
-                penalty = self.algorithm.kl_penalty(terms.old_logprobs, terms.ref_logprobs, batch.sequence_ids, batch.num_sequences)
-                mine |= dict(zip(batch.keys, penalty.tolist(), strict=True))
-        return {key: value for part in all_gather_metadata(mine) for key, value in part.items()}
-
-    def _correct(
+    def _kl_penalties(
         self, mini_batches: Sequence[MiniBatch], rows: Mapping[int, RowTerms]
+    ) -> tuple[dict[SampleKey, float], dict[str, Metric]]:
+        """Return what KL takes from each completion's reward, and its metric. Collective over all ranks."""
+        mine: dict[SampleKey, float] = {}
+        measured: list[Mapping[str, Metric]] = []
+        for batch in self._reported_batches(mini_batches):
+            old, ref = rows[id(batch)].old_logprobs, rows[id(batch)].ref_logprobs
+            penalty = self.algorithm.kl_penalty(old, ref, batch.sequence_ids, batch.num_sequences)
+            mine |= dict(zip(batch.keys, penalty.tolist(), strict=True))
+            measured.append(self.algorithm.measure_kl_penalty(old, ref))
+        penalties = {key: value for part in all_gather_metadata(mine) for key, value in part.items()}
+        return penalties, self._all_gather_metrics(measured)
+
+    def _compare_with_engine(
+        self, mini_batches: Sequence[MiniBatch], rows: Mapping[int, RowTerms], ages: Mapping[SampleKey, int]
     ) -> tuple[dict[SampleKey, int], dict[SampleKey, bool], dict[str, Metric]]:
-        """Apply the rollout correction; return kept tokens and rejections by sample, and diagnostics. Collective over all ranks."""
-        if not self.algorithm.config.correction.enabled:
+        """Measure the mismatch of engine and actor and apply the rollout correction.
+
+        Only where old log-probs were computed: otherwise the loss measures it with its own. Collective over all ranks.
+
+        Returns:
+            Kept tokens and rejections by sample (both empty without a correction), and the diagnostics.
+        """
+        if self._old_equals_actor or self.algorithm.config.old_logprobs == "engine" or not self.algorithm.needs_old_logprobs:
             return {}, {}, {}
         kept: dict[SampleKey, int] = {}
         rejected: dict[SampleKey, bool] = {}
         diagnostics: list[Mapping[str, Metric]] = []
-        if self.groups.is_last_stage:
-            for batch in (batch for mini_batch in mini_batches for batch in mini_batch.batches):
-                terms = rows[id(batch)]
-                result = self.algorithm.correct(
-                    terms.old_logprobs, batch.rollout_logprobs, batch.sequence_ids, batch.num_sequences, positions=batch.positions
-                )
+        for batch in (batch for mini_batch in mini_batches for batch in mini_batch.batches if self.groups.is_last_stage):
+            terms = rows[id(batch)]
+            result = self.algorithm.correct(
+                terms.old_logprobs,
+                batch.rollout_logprobs,
+                batch.sequence_ids,
+                batch.num_sequences,
+                positions=batch.positions,
+                policy_age=batch.per_row(ages, torch.int64),
+            )
+            diagnostics.append(result.diagnostics)
+            if self.algorithm.config.correction.enabled:
                 terms.keep, terms.correction_weights = result.keep, result.weights
                 counts = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_ids.cpu(), result.keep.cpu().float())
                 kept |= dict(zip(batch.keys, counts.int().tolist(), strict=True))
                 rejected |= dict(zip(batch.keys, result.rejected.tolist(), strict=True))
-                diagnostics.append(result.diagnostics)
         gathered = all_gather_metadata((kept, rejected) if self.groups.reports_losses else ({}, {}))
         kept = {key: count for part, _ in gathered for key, count in part.items()}
         rejected = {key: flag for _, part in gathered for key, flag in part.items()}
         return kept, rejected if any(rejected.values()) else {}, self._all_gather_metrics(diagnostics)
+
+    def _reported_batches(self, mini_batches: Sequence[MiniBatch]) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches where its numbers enter sums over all ranks."""
+        if self.groups.reports_losses:
+            for mini_batch in mini_batches:
+                yield from mini_batch.batches
 
     def _token_weights(self, mini_batch: MiniBatch, lengths: Mapping[SampleKey, int]) -> dict[SampleKey, float]:
         """Return the weight of each token by sample: the one global denominator of the mini-batch, skipped samples included."""
@@ -227,4 +261,5 @@ class PolicyUpdater:
     def _all_gather_metrics(self, parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
         """Merge metrics of all micro-batches and replicas. Collective over all ranks."""
         mine = merge_metrics(parts) if self.groups.reports_losses else {}
-        return merge_metrics(all_gather_metadata(mine))
+        on_cpu = {name: Metric(metric.reduction, metric.value.cpu(), metric.count.cpu()) for name, metric in mine.items()}
+        return merge_metrics(all_gather_metadata(on_cpu))
