@@ -9,7 +9,8 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megagrpo/__init__.py").read_text()).group(1)
 
 REWARDS = ["math-verify==0.9.0"]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", *REWARDS]
+REPORT = ["plotly>=5"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "types-PyYAML", *REWARDS, *REPORT]
 
 setup(
     name="megagrpo",
@@ -36,6 +37,7 @@ setup(
     extras_require={
         "test": TEST,
         "rewards": REWARDS,
+        "report": REPORT,
         "vllm": ["vllm>=0.20"],
         "sglang": ["sglang>=0.5.21"],
         "te": ["transformer-engine[pytorch]>=2.0"],

@@ -59,6 +59,8 @@ def _import_file(spec: str, path: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)  # last: a user's file never shadows an installed module
     module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise UserError(f"{spec}: {path} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
     try:

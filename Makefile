@@ -1,0 +1,57 @@
+# Everything runs in .venv, which the first target that needs it creates.
+#   make quickstart   install, run GRPO on a tiny model (TP2, then PP2), say where the results are
+#   make test         install what the tests need, run them all
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The versions that were tested together, torch as a CPU build. On GPUs: make ... CONSTRAINTS=
+CONSTRAINTS ?= docker/constraints-cpu.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+
+.PHONY: install quickstart smollm2 gsm8k test test-fast lint clean
+
+install: $(VENV)/.installed
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: setup.py $(CONSTRAINTS) | $(VENV)/bin/python
+	@echo "installing into $(VENV) ..."
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@$(PIP_INSTALL) --editable ".[test]"
+	@touch $@
+
+$(VENV)/.installed-rewards: $(VENV)/.installed
+	@$(PIP_INSTALL) --editable ".[rewards]"
+	@touch $@
+
+quickstart: $(VENV)/.installed
+	$(BIN)/megagrpo run examples/quickstart/quickstart.yaml --nproc 2
+	$(BIN)/megagrpo run examples/quickstart/quickstart_pp2.yaml --nproc 2
+	@echo "TP2: runs/quickstart   PP2: runs/quickstart_pp2   (summary.json, metrics.jsonl, completions/, tensorboard/, hf/)"
+
+smollm2: $(VENV)/.installed
+	$(BIN)/python examples/smollm2_arithmetic/prepare.py models/smollm2-135m
+	$(BIN)/megagrpo run examples/smollm2_arithmetic/smollm2_arithmetic.yaml --nproc 2
+	@echo "results: runs/smollm2_arithmetic   (summary.json, metrics.jsonl, completions/, tensorboard/, hf/)"
+
+gsm8k: $(VENV)/.installed-rewards
+	$(BIN)/python examples/smollm2_arithmetic/prepare.py models/smollm2-135m
+	$(BIN)/megagrpo run examples/gsm8k/gsm8k.yaml --nproc 2
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+test-fast: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not distributed and not end_to_end"
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info runs
