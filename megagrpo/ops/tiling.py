@@ -58,7 +58,13 @@ def choose_tiling(num_rows: int, device: torch.device) -> Tiling:
     return Tiling(rows, min(max(columns, elements // rows), columns * _WIDEST))
 
 
-def choose_stash_rows(num_columns: int, element_bytes: int, device: torch.device) -> int:
-    """How many rows of `num_columns` logits fit the memory kept between the forward and the gradient of the three-GEMM loss."""
+def choose_stash_rows(padded_columns: int, element_bytes: int, device: torch.device) -> int:
+    """How many rows of logits fit the memory kept between the forward and the gradient of the three-GEMM loss.
+
+    Args:
+        padded_columns: Vp, not a rank's share of the true vocabulary: all ranks of a tensor-parallel group must cut alike.
+        element_bytes: of one logit.
+        device: where they live.
+    """
     budget = _CPU_STASH_BYTES if device.type == "cpu" else _CUDA_STASH_BYTES
-    return max(1, budget // (max(1, num_columns) * element_bytes))
+    return max(1, budget // (padded_columns * element_bytes))

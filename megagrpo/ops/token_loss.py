@@ -111,7 +111,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         ctx.loss_scale = options.loss_scale if needs_weight and grad_weight.in_main_grad else None
         ctx.set_materialize_grads(False)
 
-        stash_rows = choose_stash_rows(shard.num_columns, dtype.itemsize, hidden.device)
+        stash_rows = choose_stash_rows(weight.shape[0], dtype.itemsize, hidden.device)
         stash = torch.empty(min(stash_rows, hidden.shape[0]) * shard.num_columns, dtype=dtype, device=hidden.device)
         loss = torch.zeros((), dtype=dtype, device=hidden.device)
         parts = []
