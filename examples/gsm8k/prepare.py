@@ -3,21 +3,24 @@
 Usage: python examples/gsm8k/prepare.py SOURCE.jsonl TARGET.jsonl
 
 Each line of SOURCE has `question` and `answer`, the answer ending in `#### N`. TARGET keeps both and gains `prompt`: the question after
-the instruction that the `format` reward checks.
+a solved example in the form that the `format` reward checks.
 """
 
 import json
 import sys
 from pathlib import Path
 
-INSTRUCTION = (
-    "Solve the problem. Put your reasoning between <think> and </think>, then nothing but the final number between <answer> and </answer>."
-)
+# One solved example shows the form, which small models follow better than a description of it.
+EXAMPLE = """Answer like this example: the working, then a last line with the number alone.
+
+Question: Mia has 3 boxes of 6 pencils and loses 4 pencils. How many pencils are left?
+There are 3 * 6 = 18 pencils, and 18 - 4 = 14 are left.
+#### 14"""
 
 
 def with_prompt(row: dict) -> dict:
     """Return the row with its column `prompt`."""
-    return {"prompt": f"{INSTRUCTION}\n\n{row['question']}", **row}
+    return {"prompt": f"{EXAMPLE}\n\nQuestion: {row['question']}", **row}
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
