@@ -1,7 +1,6 @@
 """Conversion between HF folders and Megatron distributed checkpoints, on one process or under torchrun."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -71,8 +70,6 @@ def _load(source: Path, tp: int, pp: int):
     hf = read_hf_config(hf_folder_of(source))
     raw = json.loads((hf_folder_of(source) / "config.json").read_text())
     recipe = "bf16" if raw.get("dtype", raw.get("torch_dtype")) in _BF16 else "fp32"
-    if "RANK" not in os.environ:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     groups = build_groups(tp, pp, timeout_seconds=600)
     config = build_transformer_config(hf, groups, build_precision(recipe), sp=False)
     return load_stage_model(str(source), hf, config, groups, device, use_te=False)

@@ -14,16 +14,23 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def _quiet_imports() -> None:
+    """Drop warnings that no user can act on: missing Transformer Engine and Apex on the CPU, old collective names inside Megatron."""
+    if not has_cuda():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecating ShardedTensor")
+
+
 def setup() -> torch.device:
     """Prepare this process for Megatron-core and return the rank's device. Must run before megatron.core is imported."""
+    _quiet_imports()
     if has_cuda():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     else:
         from megagrpo.device import cpu
 
-        # Megatron warns at import that Transformer Engine and Apex are missing: on the CPU that is meant to be so.
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         cpu.install()
         device = cpu.CPU
     from megagrpo.device import megatron_fixes

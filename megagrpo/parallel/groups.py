@@ -1,5 +1,6 @@
 """The process groups of a rank, and the few collectives that the trainer itself needs."""
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -51,7 +52,9 @@ def build_groups(tp: int, pp: int, timeout_seconds: int) -> ParallelGroups:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():
-        dist.init_process_group(device_module.backend(), timeout=timedelta(seconds=timeout_seconds))
+        # A single process needs no launcher and no port.
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(device_module.backend(), timeout=timedelta(seconds=timeout_seconds), **alone)
     parallel_state.initialize_model_parallel(tp, pp, distributed_timeout_minutes=max(1, timeout_seconds // 60))
     # Megatron forks this tracker for dropout and recompute; nothing in a run draws from it, so its seed is not a setting.
     model_parallel_cuda_manual_seed(0)

@@ -1,7 +1,7 @@
 """A plain float64 GRPO on a transformers model: the expected values of the invariance tests. Nothing of megagrpo's numerics is used.
 
-Follows DeepSeekMath (arXiv 2402.03300), Eq. 3 and 4: clipped ratio against the old policy, k3 towards the reference, mean over the tokens of a
-completion, then mean over the completions of the mini-batch; AdamW with global-norm clipping.
+Follows DeepSeekMath (arXiv 2402.03300), Eq. 3 and 4: clipped ratio against the old policy, k3 towards the reference, mean over the
+tokens of a completion, then mean over the completions of the mini-batch; AdamW with global-norm clipping.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,75 @@
+"""HF folders: sharded or not, broken in the usual ways, written whole or not at all."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megagrpo.errors import UserError
+from megagrpo.models.hf_files import SafetensorsFolder, read_part, write_hf_folder
+from megagrpo.models.rules import Dimensions, ParameterRule
+
+DIMS = Dimensions(num_attention_heads=4, num_query_groups=2, head_dim=2, vocab_size=5, padded_vocab_size=8)
+VOCAB = ParameterRule("e", ("e",), "vocab")
+
+
+def test_vocabulary_rows_beyond_the_true_size_are_zeros(tmp_path):
+    weight = torch.arange(10.0).reshape(5, 2)
+    save_file({"e": weight}, tmp_path / "model.safetensors")
+    source = SafetensorsFolder(tmp_path)
+    parts = [read_part(source, "e", VOCAB, DIMS, 4, rank) for rank in range(4)]
+    assert torch.equal(torch.cat(parts)[:5], weight)
+    assert torch.cat(parts)[5:].eq(0).all() and all(part.shape == (2, 2) for part in parts)
+
+
+def test_a_vocabulary_of_another_size_is_an_error(tmp_path):
+    save_file({"e": torch.zeros(6, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"e has 6 rows, config\.json says vocab_size 5"):
+        read_part(SafetensorsFolder(tmp_path), "e", VOCAB, DIMS, 1, 0)
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    save_file({"e": torch.zeros(5, 200)}, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match=r"model.safetensors: not readable, truncated\?"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"e": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(UserError, match=r"model-00001-of-00002\.safetensors: no such safetensors file"):
+        SafetensorsFolder(tmp_path).tensor_slice("e")
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    save_file({"e": torch.zeros(5, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="tensor f is missing"):
+        SafetensorsFolder(tmp_path).tensor_slice("f")
+
+
+def test_export_is_sharded_beyond_the_limit_and_reads_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("megagrpo.models.hf_files.MAX_SHARD_BYTES", 100)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text("{}")
+    tensors = {name: torch.full((5, 3), float(i)) for i, name in enumerate("abc")}
+    write_hf_folder(tensors.items(), tmp_path / "source", tmp_path / "target")
+    source = SafetensorsFolder(tmp_path / "target")
+    assert len(list((tmp_path / "target").glob("model-*-of-00003.safetensors"))) == 3
+    for name, tensor in tensors.items():
+        assert torch.equal(source.tensor_slice(name)[:], tensor)
+
+
+def test_an_export_that_fails_leaves_the_old_folder(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text("{}")
+    write_hf_folder([("a", torch.zeros(2))], tmp_path / "source", tmp_path / "target")
+
+    def broken():
+        yield "a", torch.ones(2)
+        raise RuntimeError("the ranks went away")
+
+    with pytest.raises(RuntimeError, match="went away"):
+        write_hf_folder(broken(), tmp_path / "source", tmp_path / "target")
+    assert SafetensorsFolder(tmp_path / "target").tensor_slice("a")[:].eq(0).all()

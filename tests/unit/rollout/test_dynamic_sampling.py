@@ -1,0 +1,51 @@
+"""Dynamic sampling: groups without a signal are replaced, a bounded number of times, and counted."""
+
+import numpy as np
+
+from megagrpo.config.algorithm import DynamicSamplingConfig
+from megagrpo.rollout.dynamic_sampling import collect_groups
+from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts
+from megagrpo.types import Completion, Prompt, Reward
+
+
+def rollouts_with(rewards, first_prompt=0):
+    """One group per row of rewards, two tokens per completion."""
+    prompts = [Prompt(first_prompt + group, "", (1,)) for group in range(len(rewards))]
+    records, local = {}, {}
+    for group, row in enumerate(rewards):
+        for place, reward in enumerate(row):
+            key = (group, place)
+            records[key] = CompletionRecord(key, 0, 2, "stop", Reward(reward, {"r": reward}), 0)
+            local[key] = Completion(prompts[group].id, place, np.zeros(2, int), np.zeros(2, np.float32), "stop", ((0, 0),), "")
+    return StepRollouts(prompts, records, local, len(rewards[0]))
+
+
+def run(rounds, wanted, **config):
+    asked = []
+
+    def generate(count, refill):
+        asked.append((count, refill))
+        return rollouts_with(rounds[refill][:count], first_prompt=100 * refill)
+
+    kept, counts = collect_groups(generate, wanted, DynamicSamplingConfig(**config))
+    return kept, counts, asked
+
+
+def test_off_keeps_groups_without_a_signal():
+    kept, counts, asked = run([[[1, 1], [0, 1]]], 2, enabled=False)
+    assert len(kept.prompts) == 2 and counts.dropped_groups == 0 and asked == [(2, 0)]
+
+
+def test_only_what_is_missing_is_drawn_again():
+    kept, counts, asked = run([[[1, 1], [0, 1], [0, 0]], [[0, 1], [1, 1]], [[1, 0]]], 3, enabled=True)
+    assert asked == [(3, 0), (2, 1), (1, 2)]
+    assert [prompt.id for prompt in kept.prompts] == [1, 100, 200]
+    assert sorted(kept.records) == [(group, place) for group in range(3) for place in range(2)]
+    assert all(kept.records[key].key == key and key in kept.local for key in kept.records)
+    assert (counts.generated_groups, counts.dropped_groups, counts.refills, counts.generated_tokens) == (6, 3, 2, 24)
+
+
+def test_refills_end_at_the_bound_with_what_there_is():
+    equal = [[1, 1], [1, 1]]
+    kept, counts, asked = run([equal, equal, equal], 2, enabled=True, max_refills=2)
+    assert len(asked) == 3 and kept.prompts == [] and counts.refills == 2 and counts.dropped_groups == 6
