@@ -204,13 +204,7 @@ def run_rank(spec, rank, port, repeats):
 
 def run_cell(spec, repeats):
     """Runs a cell in fresh processes and returns its row; None in the fields of a cell that does not fit or does not apply."""
-    row = {
-        **spec,
-        "peak_extra_bytes": None,
-        "forward_peak_extra_bytes": None,
-        "forward_cpu_seconds": None,
-        "forward_backward_cpu_seconds": None,
-    }
+    row = spec | dict.fromkeys(("peak_extra_bytes", "forward_peak_extra_bytes", "forward_cpu_seconds", "forward_backward_cpu_seconds"))
     if (spec["implementation"] == "dense" and spec["tp"] > 1) or needed_bytes(spec) > 0.9 * available_bytes():
         return row
     with socket.socket() as probe:

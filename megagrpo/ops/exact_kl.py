@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.errors import UserError
 from megagrpo.ops.logit_gradient import LogitGradient, recompute_gradients
-from megagrpo.ops.logit_tiles import LogitTiles, view
-from megagrpo.ops.row_statistics import LN2, RowStatistics
-from megagrpo.ops.vocab_shard import VocabShard, check_inputs
+from megagrpo.ops.logit_tiles import LogitTiles
+from megagrpo.ops.pair_statistics import compute_pair_statistics
+from megagrpo.ops.vocab_shard import VocabShard, check_inputs, check_reference
 
 
 @dataclass(frozen=True)
@@ -75,87 +74,17 @@ def linear_exact_kl(
         UserError: shapes, types, targets or temperature out of range.
     """
     check_inputs("linear_exact_kl", hidden, weight, targets, vocab_size, temperature)
-    check_inputs("linear_exact_kl (reference)", reference_hidden, reference_weight, None, vocab_size, temperature)
-    if len(reference_hidden) != len(hidden) or len(reference_weight) != len(weight):
-        raise UserError(
-            f"linear_exact_kl: the reference has {len(reference_hidden)} rows and {len(reference_weight)} columns, "
-            f"the actor {len(hidden)} and {len(weight)}; they must be equal"
-        )
+    check_reference("linear_exact_kl", reference_hidden, reference_weight, hidden, weight)
     shard = VocabShard.of(weight, vocab_size, group)
     reference = LogitTiles(reference_hidden.detach(), reference_weight.detach(), shard, temperature)
     results = _LinearExactKl.apply(hidden, weight, reference, targets, temperature, shard, reduce_hidden_grad, accumulate_main_grad)
     return LinearExactKl(*results)
 
 
-class _PairStatistics:
-    """Statistics of actor and reference, and what their divergence needs.
-
-    gap = sum_j 2^(x_j - m) ((x_j - m) - (y_j - n)), with the actor's base-2 logits x and maximum m, and the reference's y and n. Taking
-    the difference for each column, before the sum, keeps a small divergence accurate.
-    """
-
-    def __init__(self, tiles: LogitTiles):
-        self.actor = RowStatistics(tiles.num_rows, tiles.dtype, tiles.device, with_moment=True)
-        self.reference = RowStatistics(tiles.num_rows, tiles.dtype, tiles.device, with_moment=False)
-        self.gap = torch.zeros_like(self.actor.total)
-
-    def update(self, rows: slice, x: Tensor, y: Tensor, scratch: Tensor) -> None:
-        """Takes a tile of both models' logits [R, C] into account; all three tensors are lost."""
-        shift, rescale = self.actor.recentre(rows, x, x)
-        reference_shift, _ = self.reference.recentre(rows, y, y)
-        self._move_gap(rows, shift - reference_shift, rescale)
-        self.reference.total[rows].add_(torch.exp2(y, out=scratch).sum(dim=1))
-        torch.sub(x, y, out=y)
-        self.actor.total[rows].add_(torch.exp2(x, out=scratch).sum(dim=1))
-        self.actor.moment[rows].add_(x.mul_(scratch).sum(dim=1))
-        self.gap[rows].add_(y.mul_(scratch).sum(dim=1))
-
-    def _move_gap(self, rows: slice, shift: Tensor, rescale: Tensor) -> None:
-        self.gap[rows].mul_(rescale).addcmul_(self.actor.total[rows], shift)
-
-    def all_reduce_(self, shard: VocabShard) -> None:
-        """Collective over the shard's group: one MAX, one fused SUM."""
-        if shard.group is None:
-            return
-        maxima = torch.stack([self.actor.maximum, self.reference.maximum])
-        shard.all_reduce_max_(maxima)
-        shift, rescale = self.actor.move_to(maxima[0])
-        reference_shift, _ = self.reference.move_to(maxima[1])
-        self._move_gap(slice(None), shift - reference_shift, rescale)
-        sums = torch.cat([self.actor.sums, self.reference.sums, self.gap.unsqueeze(0)])
-        shard.all_reduce_sum_(sums)
-        self.actor.sums.copy_(sums[: len(self.actor.sums)])
-        self.reference.sums.copy_(sums[len(self.actor.sums) : -1])
-        self.gap.copy_(sums[-1])
-
-    def kl(self) -> Tensor:
-        """[T] divergence in nats; rounding may take a divergence of nearly 0 below it, hence the clamp."""
-        return (self.gap / self.actor.total - torch.log2(self.actor.total / self.reference.total)).mul_(LN2).clamp_(min=0)
-
-
-def _compute_pair_statistics(tiles: LogitTiles, reference: LogitTiles, targets: Tensor | None) -> _PairStatistics:
-    """One pass over both models' logits. Collective over the shard's group: one MAX and one SUM."""
-    statistics = _PairStatistics(tiles)
-    buffers = [tiles.scratch() for _ in range(3)]
-    for columns, weight in tiles.columns():
-        reference_weight = reference.weight_operand(columns)
-        for rows in tiles.rows():
-            x, y, scratch = (view(buffer, rows, columns) for buffer in buffers)
-            tiles.fill(x, rows, weight)
-            reference.fill(y, rows, reference_weight)
-            if targets is not None:
-                inside, position = tiles.shard.locate(targets[rows], columns)
-                statistics.actor.set_target(rows, x, inside, position)
-                statistics.reference.set_target(rows, y, inside, position)
-            statistics.update(rows, x, y, scratch)
-    statistics.all_reduce_(tiles.shard)
-    return statistics
-
-
 class _LinearExactKl(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, reference, targets, temperature, shard, reduce_hidden_grad, accumulate_main_grad):
-        statistics = _compute_pair_statistics(LogitTiles(hidden, weight, shard, temperature), reference, targets)
+        statistics = compute_pair_statistics(LogitTiles(hidden, weight, shard, temperature), reference, targets)
         kl, entropy = statistics.kl(), statistics.actor.entropy()
         logprobs = reference_logprobs = None
         if targets is not None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megagrpo.ops.logit_tiles import LogitTiles, stashed, view
+from megagrpo.ops.logit_tiles import LogitStash, LogitTiles, view
 from megagrpo.ops.matmul import accumulate
 from megagrpo.ops.row_statistics import LN2
 from megagrpo.ops.weight_gradient import WeightGradient
@@ -83,7 +83,11 @@ class LogitGradient:
 
 
 def backpropagate(
-    gradient: LogitGradient, grad_hidden: Tensor | None, grad_weight: WeightGradient | None, stash: Tensor | None = None
+    gradient: LogitGradient,
+    grad_hidden: Tensor | None,
+    grad_weight: WeightGradient | None,
+    stash: LogitStash | None = None,
+    reference_stash: LogitStash | None = None,
 ) -> None:
     """Adds every tile's part to the gradients.
 
@@ -91,25 +95,26 @@ def backpropagate(
         gradient: of the logits.
         grad_hidden: [T, H] float32 or wider, receives this shard's part; or None.
         grad_weight: receives the weight's gradient; or None.
-        stash: the logits that `compute_row_statistics` left there, consumed; None recomputes them.
+        stash: the logits that the pass over them left there, consumed; None recomputes them.
+        reference_stash: the same for the reference's.
     """
     tiles = gradient.tiles
     logits = tiles.scratch() if stash is None else None
     scratch = None if gradient.slope is None else tiles.scratch()
-    reference = None if gradient.reference is None else tiles.scratch()
+    recomputes_reference = gradient.reference is not None and reference_stash is None
+    reference_logits = tiles.scratch() if recomputes_reference else None
     for columns, weight in tiles.columns():
-        reference_weight = None if reference is None else gradient.reference.weight_operand(columns)
+        reference_weight = gradient.reference.weight_operand(columns) if recomputes_reference else None
         for rows in tiles.rows():
+            x = tiles.tile(logits, stash, rows, columns)
             if stash is None:
-                x = view(logits, rows, columns)
                 tiles.fill(x, rows, weight)
-            else:
-                x = stashed(stash, tiles.num_rows, rows, columns)
-            q = None
-            if reference is not None:
-                q = view(reference, rows, columns)
-                gradient.reference.fill(q, rows, reference_weight)
-            gradient.compute_(x, None if scratch is None else view(scratch, rows, columns), q, rows, columns)
+            y = None
+            if gradient.reference is not None:
+                y = tiles.tile(reference_logits, reference_stash, rows, columns)
+                if reference_stash is None:
+                    gradient.reference.fill(y, rows, reference_weight)
+            gradient.compute_(x, None if scratch is None else view(scratch, rows, columns), y, rows, columns)
             if grad_hidden is not None:
                 accumulate(grad_hidden[rows], x, weight)
             if grad_weight is not None:

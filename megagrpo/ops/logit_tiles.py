@@ -59,6 +59,10 @@ class LogitTiles:
         """[R, H] ready to be multiplied."""
         return as_operand(self.hidden[rows])
 
+    def tile(self, scratch: Tensor | None, stash: "LogitStash | None", rows: slice, columns: slice) -> Tensor:
+        """Where a tile of logits lies: in the stash where there is one, else at the head of the flat `scratch`."""
+        return view(scratch, rows, columns) if stash is None else stash.tile(self.num_rows, rows, columns)
+
     def fill(self, out: Tensor, rows: slice, weight: Tensor) -> None:
         """out [R, C] = the base-2 logits of `rows` for the weight operand [C, H]."""
         multiply_transposed(out, self.hidden_operand(rows), weight, self.scale)
@@ -72,31 +76,43 @@ def view(buffer: Tensor, rows: slice, columns: slice) -> Tensor:
     return buffer[: shape[0] * shape[1]].view(shape)
 
 
-def stashed(stash: Tensor, num_rows: int, rows: slice, columns: slice) -> Tensor:
-    """The [R, C] tile of a flat stash of num_rows x columns logits; each tile is contiguous."""
-    width = columns.stop - columns.start
-    start = num_rows * columns.start + rows.start * width
-    return stash[start : start + (rows.stop - rows.start) * width].view(-1, width)
+class LogitStash:
+    """Memory for all the base-2 logits of some rows; each tile is contiguous in it.
+
+    Args:
+        num_rows: most rows it will hold.
+        num_columns: local columns.
+        like: a tensor of the device.
+        dtype: of the logits.
+    """
+
+    def __init__(self, num_rows: int, num_columns: int, like: Tensor, dtype: torch.dtype):
+        self._buffer = torch.empty(num_rows * num_columns, dtype=dtype, device=like.device)
+
+    def tile(self, num_rows: int, rows: slice, columns: slice) -> Tensor:
+        """The [R, C] tile of `rows` of the num_rows that are in it."""
+        width = columns.stop - columns.start
+        start = num_rows * columns.start + rows.start * width
+        return self._buffer[start : start + (rows.stop - rows.start) * width].view(-1, width)
 
 
-def compute_row_statistics(tiles: LogitTiles, targets: Tensor, with_entropy: bool, stash: Tensor | None = None) -> RowStatistics:
+def compute_row_statistics(tiles: LogitTiles, targets: Tensor, with_entropy: bool, stash: LogitStash | None = None) -> RowStatistics:
     """Statistics of all rows over the whole vocabulary. Collective over the shard's group: one MAX and one SUM.
 
     Args:
         tiles: the logits.
         targets: [T] global ids.
         with_entropy: also keep the first moment.
-        stash: flat buffer of at least T x columns elements that receives all the logits, or None.
+        stash: receives all the logits, or None.
     """
     statistics = RowStatistics(tiles.num_rows, tiles.dtype, tiles.device, with_entropy)
     scratch = tiles.scratch()
     exponentials = torch.empty_like(scratch) if with_entropy else scratch
     for columns, weight in tiles.columns():
         for rows in tiles.rows():
-            centred = view(scratch, rows, columns)
-            x = centred if stash is None else stashed(stash, tiles.num_rows, rows, columns)
+            x = tiles.tile(scratch, stash, rows, columns)
             tiles.fill(x, rows, weight)
             statistics.set_target(rows, x, *tiles.shard.locate(targets[rows], columns))
-            statistics.update(rows, x, centred, view(exponentials, rows, columns))
+            statistics.update(rows, x, view(scratch, rows, columns), view(exponentials, rows, columns))
     statistics.all_reduce_(tiles.shard)
     return statistics

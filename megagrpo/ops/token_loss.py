@@ -2,13 +2,13 @@
 
 Where a token's loss needs nothing of the other rows, its gradient is known as soon as its log-prob is. So a chunk of rows keeps its
 logits (a bounded stash), evaluates the loss, and turns the stash into gradients at once; nothing is recomputed and the backward only
-hands the results on. Sequence-level losses (and losses whose denominator comes later) take `linear_logprobs`.
+hands the results on. Losses that couple rows, or whose denominator comes later, take `linear_logprobs`, unless all rows fit one chunk.
 
 On several ranks a row's gradient needs its normaliser over the whole vocabulary, so each chunk costs one MAX and one SUM of a few rows'
 length: one pair for a micro-batch that fits the stash.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,14 +18,15 @@ from torch import Tensor
 
 from megagrpo.errors import UserError
 from megagrpo.ops.logit_gradient import LogitGradient, backpropagate
-from megagrpo.ops.logit_tiles import LogitTiles, compute_row_statistics
+from megagrpo.ops.logit_tiles import LogitStash, LogitTiles, compute_row_statistics
 from megagrpo.ops.matmul import statistics_dtype
+from megagrpo.ops.pair_statistics import compute_pair_statistics
 from megagrpo.ops.tiling import choose_stash_rows, even_slices
-from megagrpo.ops.vocab_shard import VocabShard, check_inputs
+from megagrpo.ops.vocab_shard import VocabShard, check_inputs, check_reference
 from megagrpo.ops.weight_gradient import WeightGradient
 
-# (logprobs [R], entropy [R] or None, rows of the input) -> loss of each row, weighted, [R]
-TokenLoss = Callable[[Tensor, Tensor | None, slice], Tensor]
+# (logprobs [R], entropy [R] or None, rows of the input; with a reference also kl [R]) -> loss of each row, weighted, [R]
+TokenLoss = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,13 @@ class LinearTokenLoss:
         loss: scalar sum over rows, differentiable in hidden and weight.
         logprobs: [T] detached.
         entropy: [T] detached, None where it was not asked for.
+        kl: [T] detached KL(actor || reference), None without a reference.
     """
 
     loss: Tensor
     logprobs: Tensor
     entropy: Tensor | None
+    kl: Tensor | None
 
 
 def linear_token_loss(
@@ -53,11 +56,14 @@ def linear_token_loss(
     temperature: float | Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
     compute_entropy: bool = False,
+    reference: tuple[Tensor, Tensor] | None = None,
     reduce_hidden_grad: bool = True,
     accumulate_main_grad: bool = True,
     loss_scale: float = 1.0,
 ) -> LinearTokenLoss:
-    """Sum over rows of loss_fn(log-prob, entropy), with the gradients of `linear_logprobs` at three quarters of its GEMMs.
+    """Sum over rows of loss_fn(log-prob, entropy, rows), with the gradients of `linear_logprobs` at three quarters of its GEMMs.
+
+    With a reference the loss also sees the exact KL: loss_fn(log-prob, entropy, rows, kl), at four GEMMs where `linear_exact_kl` has six.
 
     Collective over `group`: one MAX and one SUM for each chunk of rows that fits the stash (see the module's head), and one SUM of
     dL/dhidden, in the forward; none where T is 0.
@@ -76,6 +82,7 @@ def linear_token_loss(
         temperature: scalar or [T]; the logits are divided by it once.
         group: tensor-parallel group, None for one rank.
         compute_entropy: pass the entropy to loss_fn and return it.
+        reference: (hidden [T, H'], weight [Vp, H']) of the reference model, a constant, split alike; None leaves the KL out.
         reduce_hidden_grad: all-reduce dL/dhidden over the group; False where a sequence-parallel gather reduce-scatters it.
         accumulate_main_grad: add the weight's gradient in float32 to `weight.main_grad` where it has one.
         loss_scale: what the backward will multiply the returned loss by; only used with `main_grad`.
@@ -88,54 +95,102 @@ def linear_token_loss(
         RuntimeError: in the backward, where the gradient is in `main_grad` already and the factor that came is not `loss_scale`.
     """
     check_inputs("linear_token_loss", hidden, weight, targets, vocab_size, temperature)
+    if reference is not None:
+        check_reference("linear_token_loss", *reference, hidden, weight)
+        reference = tuple(tensor.detach() for tensor in reference)
     shard = VocabShard.of(weight, vocab_size, group)
-    options = _Options(compute_entropy, reduce_hidden_grad, accumulate_main_grad, loss_scale, torch.is_grad_enabled())
-    return LinearTokenLoss(*_LinearTokenLoss.apply(hidden, weight, targets, loss_fn, temperature, shard, options))
+    options = _Options(loss_fn, temperature, reference, compute_entropy, reduce_hidden_grad, accumulate_main_grad, loss_scale)
+    return LinearTokenLoss(*_LinearTokenLoss.apply(hidden, weight, targets, shard, options, torch.is_grad_enabled()))
+
+
+def fits_one_chunk(hidden: Tensor, weight: Tensor, with_reference: bool = False) -> bool:
+    """Whether `linear_token_loss` would call loss_fn once, on all rows: then even a loss that couples rows may use it.
+
+    The same on every rank of a tensor-parallel group.
+    """
+    return len(hidden) <= _max_rows(hidden, weight, with_reference)
+
+
+def _max_rows(hidden: Tensor, weight: Tensor, with_reference: bool) -> int:
+    models = 2 if with_reference else 1
+    return choose_stash_rows(models * len(weight), statistics_dtype(hidden.dtype).itemsize, hidden.device)
 
 
 class _Options(NamedTuple):
+    loss_fn: TokenLoss
+    temperature: float | Tensor
+    reference: tuple[Tensor, Tensor] | None
     with_entropy: bool
     reduce_hidden_grad: bool
     to_main_grad: bool
     loss_scale: float
-    with_grad: bool
+
+
+class _Chunks:
+    """Scores the input and differentiates the loss, one chunk of rows after the other, in one stash (two with a reference)."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, options: _Options):
+        self.hidden, self.weight, self.targets, self.shard, self.options = hidden, weight, targets, shard, options
+        dtype = statistics_dtype(hidden.dtype)
+        self.max_rows = _max_rows(hidden, weight, options.reference is not None)
+        rows = min(self.max_rows, len(hidden))
+        self.stash = LogitStash(rows, shard.num_columns, hidden, dtype)
+        self.reference_stash = None if options.reference is None else LogitStash(rows, shard.num_columns, hidden, dtype)
+
+    def slices(self) -> Iterator[slice]:
+        """The chunks' rows."""
+        return even_slices(len(self.hidden), self.max_rows)
+
+    def score(self, rows: slice, scale: float) -> tuple[Tensor, list[Tensor | None], LogitGradient]:
+        """Losses [R], [log-probs, entropy, KL] of [R] or None, and the gradient of scale * losses. Collective: one MAX, one SUM."""
+        options, targets = self.options, self.targets[rows]
+        temperature = options.temperature[rows] if isinstance(options.temperature, Tensor) else options.temperature
+        tiles = LogitTiles(self.hidden[rows], self.weight, self.shard, temperature)
+        pair = None
+        if options.reference is None:
+            statistics = compute_row_statistics(tiles, targets, options.with_entropy, self.stash)
+        else:
+            reference = LogitTiles(options.reference[0][rows], options.reference[1], self.shard, temperature)
+            pair = compute_pair_statistics(tiles, reference, targets, self.stash, self.reference_stash)
+            statistics = pair.actor
+        scores = [statistics.logprobs(), statistics.entropy() if options.with_entropy else None, None if pair is None else pair.kl()]
+        losses, grads = _differentiate(options.loss_fn, scores, rows, scale)
+        gradient = LogitGradient(tiles, statistics.log2_normaliser())
+        gradient.add_logprobs(grads[0], targets)
+        gradient.add_entropy(grads[1], scores[1])
+        if pair is not None:
+            gradient.add_kl(grads[2], scores[2], reference, pair.reference.log2_normaliser())
+        return losses, scores, gradient
 
 
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, loss_fn, temperature, shard, options):
-        needs_hidden, needs_weight = (options.with_grad and needed for needed in ctx.needs_input_grad[:2])
+    def forward(ctx, hidden, weight, targets, shard, options, with_grad):
+        needs_hidden, needs_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
+        chunks = _Chunks(hidden, weight, targets, shard, options)
         dtype = statistics_dtype(hidden.dtype)
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if needs_hidden else None
         grad_weight = WeightGradient(weight, options.to_main_grad) if needs_weight else None
         ctx.loss_scale = options.loss_scale if needs_weight and grad_weight.in_main_grad else None
         ctx.set_materialize_grads(False)
 
-        stash_rows = choose_stash_rows(weight.shape[0], dtype.itemsize, hidden.device)
-        stash = torch.empty(min(stash_rows, hidden.shape[0]) * shard.num_columns, dtype=dtype, device=hidden.device)
         loss = torch.zeros((), dtype=dtype, device=hidden.device)
-        parts = []
-        for rows in even_slices(hidden.shape[0], stash_rows):
-            tiles = LogitTiles(hidden[rows], weight, shard, temperature[rows] if isinstance(temperature, Tensor) else temperature)
-            statistics = compute_row_statistics(tiles, targets[rows], options.with_entropy, stash)
-            logprobs, entropy = statistics.logprobs(), statistics.entropy()
-            row_losses, grad_logprobs, grad_entropy = _differentiate(loss_fn, logprobs, entropy, rows, ctx.loss_scale or 1.0)
-            loss += row_losses.sum()
-            parts.append((logprobs, entropy))
+        kept = (True, options.with_entropy, options.reference is not None)
+        results = [torch.empty(len(hidden), dtype=dtype, device=hidden.device) if keep else None for keep in kept]
+        for rows in chunks.slices():
+            losses, scores, gradient = chunks.score(rows, 1.0 if ctx.loss_scale is None else ctx.loss_scale)
+            loss += losses.sum()
+            for result, score in zip(results, scores, strict=True):
+                if result is not None:
+                    result[rows] = score
             if needs_hidden or needs_weight:
-                gradient = LogitGradient(tiles, statistics.log2_normaliser())
-                gradient.add_logprobs(grad_logprobs, targets[rows])
-                gradient.add_entropy(grad_entropy, entropy)
-                backpropagate(gradient, grad_hidden[rows] if needs_hidden else None, grad_weight, stash)
+                part = grad_hidden[rows] if needs_hidden else None
+                backpropagate(gradient, part, grad_weight, chunks.stash, chunks.reference_stash)
         if needs_hidden and options.reduce_hidden_grad:
             shard.all_reduce_sum_(grad_hidden)
         ctx.gradients, ctx.hidden_dtype = (grad_hidden, grad_weight), hidden.dtype
-        logprobs = torch.cat([part[0] for part in parts]) if parts else loss.new_empty(0)
-        entropy = torch.cat([part[1] for part in parts]) if parts and options.with_entropy else None
-        if entropy is None and options.with_entropy:
-            entropy = loss.new_empty(0)
-        ctx.mark_non_differentiable(*(statistic for statistic in (logprobs, entropy) if statistic is not None))
-        return loss, logprobs, entropy
+        ctx.mark_non_differentiable(*(result for result in results if result is not None))
+        return loss, *results
 
     @staticmethod
     def backward(ctx, grad_loss, *_unused):
@@ -147,18 +202,23 @@ class _LinearTokenLoss(torch.autograd.Function):
             grad_loss = None
         if grad_hidden is not None:
             grad_hidden = (grad_hidden if grad_loss is None else grad_hidden.mul_(grad_loss)).to(ctx.hidden_dtype)
-        return grad_hidden, None if grad_weight is None else grad_weight.autograd_result(grad_loss), *[None] * 5
+        return grad_hidden, None if grad_weight is None else grad_weight.autograd_result(grad_loss), *[None] * 4
 
 
-def _differentiate(loss_fn: TokenLoss, logprobs: Tensor, entropy: Tensor | None, rows: slice, scale: float):
-    """Evaluates the loss of a chunk: (losses [R] detached, scale * dL/dlogprobs [R] or None, scale * dL/dentropy [R] or None)."""
+def _differentiate(
+    loss_fn: TokenLoss, scores: list[Tensor | None], rows: slice, scale: float
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """Losses [R] of a chunk, detached, and scale * the gradient of their sum by log-prob, entropy and KL; None where it is 0."""
     with torch.enable_grad():
-        leaves = [statistic.detach().requires_grad_() for statistic in (logprobs, entropy) if statistic is not None]
-        losses = loss_fn(leaves[0], leaves[1] if len(leaves) > 1 else None, rows)
+        logprobs, entropy, kl = (None if score is None else score.detach().requires_grad_() for score in scores)
+        losses = loss_fn(logprobs, entropy, rows) if kl is None else loss_fn(logprobs, entropy, rows, kl)
         if losses.shape != logprobs.shape:
             raise UserError(f"linear_token_loss: loss_fn returned {list(losses.shape)}; allowed is one loss a row, {list(logprobs.shape)}")
-        gradients = torch.autograd.grad(losses.sum() * scale, leaves, allow_unused=True) if losses.requires_grad else []
-    return losses.detach(), *[*gradients, None, None][:2]
+        if not losses.requires_grad:
+            return losses, (None, None, None)
+        leaves = [leaf for leaf in (logprobs, entropy, kl) if leaf is not None]
+        gradients = iter(torch.autograd.grad(losses.sum() * scale, leaves, allow_unused=True))
+    return losses.detach(), tuple(None if leaf is None else next(gradients) for leaf in (logprobs, entropy, kl))
 
 
 def _check_scale(grad_loss: Tensor, loss_scale: float) -> None:

@@ -34,7 +34,7 @@ class VocabShard:
         rank = 0 if group is None else group.rank()
         rows = weight.shape[0]
         if not 0 < vocab_size <= rows * tp:
-            raise UserError(f"linear_logprobs: vocab_size = {vocab_size}, but {tp} x {rows} = {tp * rows} weight rows are there")
+            raise UserError(f"vocab_size = {vocab_size}, but {tp} x {rows} = {tp * rows} weight rows are there")
         return cls(rank * rows, max(0, min(rows, vocab_size - rank * rows)), group if tp > 1 else None)
 
     def all_reduce_max_(self, tensor: Tensor) -> None:
@@ -78,6 +78,20 @@ def check_inputs(name: str, hidden: Tensor, weight: Tensor, targets: Tensor | No
             raise UserError(f"{name}: temperature is {list(temperature.shape)}; allowed are a float and [{rows}]")
     elif not temperature > 0:
         raise UserError(f"{name}: temperature = {temperature}; it must be > 0")
+
+
+def check_reference(name: str, reference_hidden: Tensor, reference_weight: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    """Rejects a reference whose rows or columns are not the actor's.
+
+    Raises:
+        UserError: one line with the shapes.
+    """
+    check_inputs(f"{name} (reference)", reference_hidden, reference_weight, None, 0, 1.0)
+    if len(reference_hidden) != len(hidden) or len(reference_weight) != len(weight):
+        raise UserError(
+            f"{name}: the reference has {len(reference_hidden)} rows and {len(reference_weight)} columns, "
+            f"the actor {len(hidden)} and {len(weight)}; they must be equal"
+        )
 
 
 def _check_range(name: str, targets: Tensor, vocab_size: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from megagrpo.errors import UserError
 from megagrpo.ops import logit_tiles, tiling, token_loss
 from megagrpo.ops.logprobs import linear_logprobs
-from megagrpo.ops.token_loss import linear_token_loss
+from megagrpo.ops.token_loss import fits_one_chunk, linear_token_loss
 
 VOCAB, PADDED, HIDDEN, ROWS = 23, 24, 5, 11
 OLD_LOGPROBS = torch.linspace(-4.0, -2.0, ROWS, dtype=torch.float64)
@@ -64,6 +64,45 @@ def test_statistics_are_those_of_linear_logprobs_and_carry_no_gradient():
     torch.testing.assert_close(result.logprobs, expected.logprobs.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(result.entropy, expected.entropy.detach(), rtol=1e-12, atol=1e-12)
     assert not result.logprobs.requires_grad and not result.entropy.requires_grad
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_exact_kl_in_the_loss_equals_dense_autograd(with_entropy):
+    """A GRPO-like loss with a KL term of the whole vocabulary, and a reference of another width."""
+    hidden, weight, targets = inputs()
+    generator = torch.Generator().manual_seed(4)
+    reference = [torch.randn(rows, 3, dtype=torch.float64, generator=generator) for rows in (ROWS, PADDED)]
+    coefficients = torch.linspace(0.1, 1.0, ROWS, dtype=torch.float64)
+
+    def loss_fn(logprobs, entropy, rows, kl):
+        return clipped_loss(logprobs, entropy, rows) + coefficients[rows] * kl
+
+    actor, other = (torch.log_softmax(h @ w[:VOCAB].t() / 0.8, dim=-1) for h, w in ((hidden, weight), reference))
+    kl = (actor.exp() * (actor - other)).sum(dim=1)
+    expected = dense_loss(hidden, weight, targets, with_entropy) + (coefficients * kl).sum()
+    options = {"vocab_size": VOCAB, "temperature": 0.8, "compute_entropy": with_entropy, "reference": tuple(reference)}
+    result = linear_token_loss(hidden, weight, targets, loss_fn, **options)
+    torch.testing.assert_close(result.kl, kl.detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(result.loss, expected, rtol=1e-11, atol=1e-12)
+    assert (result.entropy is not None) == with_entropy
+    for ours, dense in zip(*(torch.autograd.grad(2 * loss, (hidden, weight)) for loss in (result.loss, expected)), strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-11, atol=1e-12)
+
+
+def test_a_loss_that_couples_rows_is_right_exactly_where_one_chunk_holds_them(chunks):
+    """GSPO's kind: the geometric mean of all ratios. In several chunks loss_fn would see only a part."""
+    hidden, weight, targets = inputs()
+
+    def coupled(logprobs, entropy, rows):
+        return torch.exp((logprobs - OLD_LOGPROBS[rows]).mean()) * ADVANTAGES[rows]
+
+    assert fits_one_chunk(hidden, weight) == (chunks >= ROWS)
+    if fits_one_chunk(hidden, weight):
+        logprobs = torch.log_softmax(hidden @ weight[:VOCAB].t(), dim=-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+        expected = coupled(logprobs, None, slice(0, ROWS)).sum()
+        loss = linear_token_loss(hidden, weight, targets, coupled, vocab_size=VOCAB).loss
+        for ours, dense in zip(*(torch.autograd.grad(value, (hidden, weight)) for value in (loss, expected)), strict=True):
+            torch.testing.assert_close(ours, dense, rtol=1e-11, atol=1e-12)
 
 
 def test_main_grad_is_added_to_and_the_hidden_gradient_carries_the_scale():

@@ -55,6 +55,15 @@ class Case:
         logprobs = torch.log_softmax(self.hidden @ self.full_weight[: self.vocab_size].t() / temperature, dim=-1)
         return logprobs.gather(1, self.targets.unsqueeze(1)).squeeze(1), -(logprobs.exp() * logprobs).sum(dim=1)
 
+    def reference(self):
+        """Hidden states and whole weight of another model."""
+        return self.hidden.detach() * 0.5, self.full_weight.detach().flip(1)
+
+    def dense_kl(self, reference_hidden, reference_weight):
+        actor = torch.log_softmax(self.hidden @ self.full_weight[: self.vocab_size].t(), dim=-1)
+        reference = torch.log_softmax(reference_hidden @ reference_weight[: self.vocab_size].t(), dim=-1)
+        return (actor.exp() * (actor - reference)).sum(dim=1), reference.gather(1, self.targets.unsqueeze(1)).squeeze(1)
+
     def compare_gradients(self, expected_loss, loss):
         expected = torch.autograd.grad(expected_loss, (self.hidden, self.full_weight))
         hidden, weight = torch.autograd.grad(loss, (self.hidden, self.weight))
@@ -98,16 +107,24 @@ def check_unreduced_hidden_gradient(case):
 def check_token_loss(case, chunk_rows):
     """Three GEMMs: the same gradients, one MAX and one SUM a chunk, and one SUM of the hidden gradient."""
     # The ranks' shares of the true vocabulary differ; were the chunks cut by them, the ranks would wait for each other for ever.
-    tiling._CPU_STASH_BYTES = chunk_rows * len(case.weight) * 8
+    tiling._CPU_STASH_BYTES = 2 * chunk_rows * len(case.weight) * 8
 
-    def loss_fn(logprobs, entropy, rows):
-        return case.coefficients[0, rows] * logprobs.exp() + case.coefficients[1, rows] * entropy
+    def loss_fn(logprobs, entropy, rows, kl):
+        return case.coefficients[0, rows] * logprobs.exp() + case.coefficients[1, rows] * entropy + 0.5 * kl
 
+    reference = case.reference()
     with CountedReductions() as counted:
         result = linear_token_loss(
-            case.hidden, case.weight, case.targets, loss_fn, vocab_size=case.vocab_size, group=case.group, compute_entropy=True
+            case.hidden,
+            case.weight,
+            case.targets,
+            loss_fn,
+            vocab_size=case.vocab_size,
+            group=case.group,
+            compute_entropy=True,
+            reference=(reference[0], reference[1][case.rows]),
         )
-    expected = loss_fn(*case.dense(1.0), slice(0, len(case.targets))).sum()
+    expected = loss_fn(*case.dense(1.0), slice(0, len(case.targets)), case.dense_kl(*reference)[0]).sum()
     torch.testing.assert_close(result.loss, expected, **TOLERANCE)
     case.compare_gradients(2 * expected, 2 * result.loss)
     chunks = -(-len(case.targets) // chunk_rows)
@@ -117,7 +134,7 @@ def check_token_loss(case, chunk_rows):
 
 def check_exact_kl(case):
     """Divergence from another model, split alike: values, gradients, one MAX and one SUM forward, one SUM backward."""
-    reference_hidden, reference_weight = case.hidden.detach() * 0.5, case.full_weight.detach().flip(1)
+    reference_hidden, reference_weight = case.reference()
     with CountedReductions() as counted:
         result = linear_exact_kl(
             case.hidden,
@@ -128,11 +145,9 @@ def check_exact_kl(case):
             vocab_size=case.vocab_size,
             group=case.group,
         )
-    actor = torch.log_softmax(case.hidden @ case.full_weight[: case.vocab_size].t(), dim=-1)
-    reference = torch.log_softmax(reference_hidden @ reference_weight[: case.vocab_size].t(), dim=-1)
-    expected = (actor.exp() * (actor - reference)).sum(dim=1)
+    expected, reference_logprobs = case.dense_kl(reference_hidden, reference_weight)
     torch.testing.assert_close(result.kl, expected, **TOLERANCE)
-    torch.testing.assert_close(result.reference_logprobs, reference.gather(1, case.targets.unsqueeze(1)).squeeze(1), **TOLERANCE)
+    torch.testing.assert_close(result.reference_logprobs, reference_logprobs, **TOLERANCE)
     logprobs, entropy = case.dense(1.0)
     case.compare_gradients(
         (case.coefficients[0] * expected + case.coefficients[1] * logprobs + entropy).sum(),
