@@ -154,10 +154,10 @@ class RolloutCache:
         prompt_keys, prompt_values = (part[: layout.prompts, :, : layout.longest_prompt] for part in self.prompts.reserve(layer, key, 0, 0))
         keys, values = keys[:rows, :, : step.longest], values[:rows, :, : step.longest]
 
-        query = query.view(kv_heads, -1, rows, query.shape[-1]).permute(2, 0, 1, 3) * scale  # [R, Hkv, g, D]
+        query = query.view(kv_heads, -1, rows, query.shape[-1]).permute(2, 0, 1, 3)  # [R, Hkv, g, D]
         prompt_scores = layout.to_rows(layout.to_grid(query) @ prompt_keys.transpose(-1, -2))
         scores = torch.cat([prompt_scores, query @ keys.transpose(-1, -2)], dim=-1)
-        weights = torch.softmax(scores.float() + step.mask, dim=-1).to(value.dtype)
+        weights = torch.softmax(scores.float().mul_(scale).add_(step.mask), dim=-1).to(value.dtype)
         prompt_weights, own_weights = weights.split([layout.longest_prompt, step.longest], dim=-1)
         output = layout.to_rows(layout.to_grid(prompt_weights) @ prompt_values) + own_weights @ values
         return output.reshape(rows, -1, output.shape[-1])
