@@ -1,5 +1,6 @@
 """The process groups of a rank, and the few collectives that the trainer itself needs."""
 
+import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.device import device as device_module
+
+_starts = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,7 @@ def build_groups(tp: int, pp: int, timeout_seconds: int) -> ParallelGroups:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():
-        # A single process needs no launcher and no port.
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(device_module.backend(), timeout=timedelta(seconds=timeout_seconds), **alone)
+        _start_process_group(timedelta(seconds=timeout_seconds))
     parallel_state.initialize_model_parallel(tp, pp, distributed_timeout_minutes=max(1, timeout_seconds // 60))
     # Megatron forks this tracker for dropout and recompute; nothing in a run draws from it, so its seed is not a setting.
     model_parallel_cuda_manual_seed(0)
@@ -70,8 +71,24 @@ def build_groups(tp: int, pp: int, timeout_seconds: int) -> ParallelGroups:
     )
 
 
+def _start_process_group(timeout: timedelta) -> None:
+    """Join the ranks that torchrun started; a single process needs no launcher and no port.
+
+    Each start of a process uses keys of its own in the launcher's store: those of a group that was destroyed name dead sockets.
+    """
+    number = next(_starts)
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    else:
+        store, rank, world_size = dist.HashStore(), 0, 1
+    store.set_timeout(timeout)
+    dist.init_process_group(
+        device_module.backend(), timeout=timeout, store=dist.PrefixStore(f"start_{number}", store), rank=rank, world_size=world_size
+    )
+
+
 def destroy_groups() -> None:
-    """Take Megatron's groups and torch.distributed down."""
+    """Take Megatron's groups and torch.distributed down; every gloo group holds threads until then."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -79,6 +79,8 @@ class PolicyUpdater:
             learning_rate: of the k-th update of this step.
             before_apply: called with an update's metrics before it is applied; may raise to stop the run with the weights untouched.
         """
+        if not rollouts.records:
+            return UpdateResult({})  # dynamic sampling found no group with a signal: nothing to learn in this step
         valid = self.algorithm.mask_completions(rollouts.valid, rollouts.cut_by_length)
         rewards = self._shaped_rewards(rollouts)
         advantages, counters = self._advantages(rollouts, rewards, valid)

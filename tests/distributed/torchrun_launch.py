@@ -38,6 +38,10 @@ def run_torchrun(ranks: int, target: str | list[str], *arguments: object, timeou
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         raise AssertionError(f"{command} hung for {timeout_seconds} s:\n{output[-6000:]}") from None
+    finally:
+        if process.poll() is None:  # left by another exception, such as the test's own time-out
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if expect_failure:
         assert process.returncode != 0, f"{command} was expected to fail:\n{output[-6000:]}"
     else:

@@ -13,14 +13,13 @@ DEVICE = device_module.setup()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megagrpo.models.build import build_transformer_config, load_stage_model  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
-from megagrpo.parallel.groups import build_groups  # noqa: E402
+from megagrpo.parallel.groups import ParallelGroups, build_groups, destroy_groups  # noqa: E402
 from megagrpo.policy.batch import MicroBatchBuilder, TrainSample  # noqa: E402
 from megagrpo.policy.forward import compute_logprobs  # noqa: E402
 from megagrpo.policy.microbatches import PackingRules, SampleSize, plan_microbatches  # noqa: E402
@@ -54,9 +53,8 @@ def dense_logprobs(folder: Path, samples: list[TrainSample]) -> dict[tuple[int, 
     return result
 
 
-def check(folder: Path, layout: str) -> None:
-    tp, pp = (int(re.search(rf"{name}(\d+)", layout)[1]) for name in ("tp", "pp"))
-    groups = build_groups(tp, pp, timeout_seconds=120)
+def check(folder: Path, layout: str, groups: ParallelGroups) -> None:
+    tp = groups.tp.size()
     hf = read_hf_config(folder)
     config = build_transformer_config(hf, groups, build_precision("fp32"), sp="sp" in layout)
     model = load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False)
@@ -81,16 +79,14 @@ def check(folder: Path, layout: str) -> None:
 
 
 def main() -> None:
-    from megatron.core import parallel_state
-
     models, *layouts = sys.argv[1:]
     for layout in layouts:
+        tp, pp = (int(re.search(rf"{name}(\d+)", layout)[1]) for name in ("tp", "pp"))
+        groups = build_groups(tp, pp, timeout_seconds=120)
         for folder in sorted(Path(models).iterdir()):
-            check(folder, layout)
-            parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        print("PARITY OK", layouts)
-    dist.destroy_process_group()
+            check(folder, layout, groups)
+        destroy_groups()
+    print("PARITY OK", layouts)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ import dense_grpo  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
 
 from megagrpo.algorithms.algorithm import Algorithm  # noqa: E402
 from megagrpo.config.schema import Config  # noqa: E402
 from megagrpo.models.build import build_transformer_config, load_stage_model  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
-from megagrpo.parallel.groups import build_groups  # noqa: E402
+from megagrpo.parallel.groups import build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
 from megagrpo.policy.actor import Actor  # noqa: E402
 from megagrpo.policy.batch import MicroBatchBuilder  # noqa: E402
@@ -123,10 +122,8 @@ def main() -> None:
     expected = torch.load(reference)
     for case in cases:
         check(Path(folder), expected, *case.split(":"))
-        parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        print("INVARIANT", cases)
-    dist.destroy_process_group()
+        destroy_groups()
+    print("INVARIANT", cases)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""Whole runs: files, first-step identities, the same tokens everywhere, resuming, and every algorithm option in the loop."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megagrpo.config.load import dump_config, load_config
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
+NOISE = 2e-3  # relative: metrics of later steps, after float32 differences went through AdamW's first, sign-like updates
+
+VARIANTS = {
+    "two_by_two": ["update.mini_batches_per_step=2", "update.epochs_per_step=2", "algorithm.preset=null"],
+    "engine_old": ["algorithm.old_logprobs=engine", "update.epochs_per_step=2"],
+    "kl_loss": ["algorithm.kl.coef=0.1"],
+    "kl_exact": ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=exact"],
+    "kl_reward": ["algorithm.preset=rloo", "algorithm.kl.coef=0.1"],
+    "adaptive_kl": ["algorithm.kl.coef=0.1", "algorithm.kl.adaptive_target=1.0e-6"],
+    "corrected": ["algorithm.correction.importance=token", "algorithm.correction.band_low=0.5", "algorithm.correction.band_high=2.0"],
+    "rejecting": ["algorithm.correction.reject=geometric", "algorithm.correction.reject_low=0.9", "algorithm.correction.reject_high=1.1"],
+    "gspo": ["algorithm.preset=gspo", "update.epochs_per_step=2", "algorithm.kl.coef=0"],
+    "entropy": ["algorithm.entropy_coef=0.01"],
+    "bf16": ["precision.recipe=bf16", "rollout.max_logprob_gap=null"],
+    "dapo": ["algorithm.preset=dapo", "algorithm.kl.coef=0", "algorithm.dynamic_sampling.max_refills=2"],
+    "no_signal": ["algorithm.preset=dapo", "algorithm.kl.coef=0", "rollout.temperature=0.01", "rollout.max_logprob_gap=null"],
+    "top_k": ["rollout.top_k=5", "rollout.max_logprob_gap=null"],
+    "unpacked": ["update.packing=false"],
+    "recompute": ["update.recompute=full"],
+}
+
+
+@pytest.fixture(scope="module")
+def tp2_run(run_all):
+    """Six steps as TP2 with a checkpoint every three."""
+    return run_all(2, {"tp2": ["run.steps=6", "checkpoint.every=3", "evaluation.every=3"]})["tp2"]
+
+
+@pytest.fixture(scope="module")
+def variants(run_all):
+    """Two steps of every variant, as PP2."""
+    return run_all(2, {name: ["run.steps=2", "parallel.tp=1", "parallel.pp=2", *extra] for name, extra in VARIANTS.items()})
+
+
+def test_a_run_leaves_what_it_promises(tp2_run, rows_of):
+    assert [row["step"] for row in rows_of(tp2_run)] == list(range(7))
+    config = load_config(tp2_run / "config.yaml", [])
+    assert dump_config(config) == (tp2_run / "config.yaml").read_text()
+    summary = json.loads((tp2_run / "summary.json").read_text())
+    assert summary["steps"] == 6 and len(summary["peak_rss_bytes"]) == 2
+    assert {"first", "last", "best"} == set(summary["eval"]["sampled"])
+    assert list((tp2_run / "tensorboard").iterdir()) and list((tp2_run / "completions").glob("step_*.jsonl"))
+
+
+def test_export_loads_in_transformers_and_has_learned(tp2_run):
+    tokenizer = AutoTokenizer.from_pretrained(tp2_run / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tp2_run / "hf")
+    prompt = tokenizer("^9031=", return_tensors="pt").input_ids
+    answer = model.generate(prompt, max_new_tokens=5, do_sample=False)[0, prompt.shape[1] :]
+    assert tokenizer.decode(answer).replace(" ", "").startswith("0139")
+    summary = json.loads((tp2_run / "summary.json").read_text())
+    assert summary["eval"]["sampled"]["last"] > summary["eval"]["sampled"]["first"] + 0.1
+
+
+def test_first_step_is_exactly_on_policy(tp2_run, rows_of):
+    """actor == old policy: ratio 1, nothing clipped, loss 0 (centred advantages), and a gradient all the same."""
+    first = rows_of(tp2_run)[1]
+    assert abs(first["loss/total"]) <= 1e-6
+    assert first["policy/ratio_max"] == first["policy/ratio_min"] == 1.0
+    assert first["policy/clip_fraction"] == 0.0
+    assert first["optimizer/grad_norm"] > 0.01
+    assert first["rollout/max_logprob_gap"] <= 2e-5
+
+
+def test_samples_are_the_same_for_any_number_of_ranks(tp2_run, run_all, rows_of):
+    """The first step's completions come from the same weights: counter-based draws make them equal on one rank, and on two as PP2."""
+    alone = run_all(1, {"alone": ["run.steps=1", "parallel.tp=1", "telemetry.completions_count=32"]})["alone"]
+    again = run_all(2, {"pp2": ["run.steps=1", "parallel.tp=1", "parallel.pp=2"]})["pp2"]
+    for folder in (alone, again):
+        for name in ("reward/mean", "rollout/generated_tokens", "rollout/completion_tokens"):
+            assert rows_of(folder)[1][name] == rows_of(tp2_run)[1][name]
+        assert rows_of(folder)[0] == rows_of(tp2_run)[0]  # the evaluation before the first step too
+
+
+def test_resume_in_the_same_layout_is_bit_equal(tp2_run, run_all, rows_of, tmp_path):
+    shutil.copytree(tp2_run, tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_000006")
+    run_all(2, {"resumed": ["run.steps=6", "checkpoint.every=3", "evaluation.every=3"]}, root=tmp_path)
+    assert rows_of(tmp_path / "resumed") == rows_of(tp2_run)
+
+
+def test_resume_in_another_layout_goes_on_within_rounding(tp2_run, run_all, rows_of, tmp_path):
+    for name in ("pp2", "dp2"):
+        shutil.copytree(tp2_run, tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step_000006")
+    layouts = {"pp2": ["parallel.tp=1", "parallel.pp=2"], "dp2": ["parallel.tp=1"]}
+    run_all(2, {name: ["run.steps=4", *layout] for name, layout in layouts.items()}, root=tmp_path)
+    for name in layouts:
+        resumed, whole = rows_of(tmp_path / name)[4], rows_of(tp2_run)[4]
+        assert resumed["reward/mean"] == whole["reward/mean"]  # the same weights and draws: the same completions
+        assert resumed["optimizer/grad_norm"] == pytest.approx(whole["optimizer/grad_norm"], rel=1e-4)
+
+
+def test_a_step_without_any_signal_changes_nothing_and_goes_on(variants, rows_of):
+    """Nearly greedy samples of a group agree, so dynamic sampling drops every group, up to its bound."""
+    for row in rows_of(variants["no_signal"])[1:]:
+        assert (row["rollout/dropped_groups"] > 0 and row["update/trained_tokens"] == 0) or "optimizer/grad_norm" in row
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"no_signal"}))
+def test_every_option_runs_and_updates(variants, rows_of, name):
+    rows = rows_of(variants[name])
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["optimizer/grad_norm"] > 0 and row["update/skipped_nonfinite"] == 0
+
+
+def test_options_without_effect_on_the_maths_change_nothing(variants, rows_of):
+    """Packing, recompute and a correction that keeps every token give the metrics of the same data path."""
+    first = {name: rows_of(variants[name])[1] for name in ("unpacked", "recompute", "corrected", "rejecting")}
+    for name, row in first.items():
+        assert row["optimizer/grad_norm"] == pytest.approx(first["unpacked"]["optimizer/grad_norm"], rel=1e-5), name
+
+
+def test_refills_are_bounded_and_counted(variants, rows_of):
+    for row in rows_of(variants["dapo"])[1:]:
+        assert 0 <= row["rollout/refills"] <= 2
+
+
+def test_exact_and_sampled_kl_start_at_zero(variants, rows_of):
+    for name in ("kl_loss", "kl_exact"):
+        assert rows_of(variants[name])[1]["policy/ref_kl"] == pytest.approx(0.0, abs=1e-6)
+        assert rows_of(variants[name])[2]["policy/ref_kl"] > 0
+
+
+def test_export_of_the_quickstart_is_float32(tp2_run):
+    model = AutoModelForCausalLM.from_pretrained(tp2_run / "hf")
+    assert next(model.parameters()).dtype == torch.float32
