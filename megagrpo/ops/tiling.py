@@ -17,7 +17,7 @@ _CUDA_TILE_COLUMNS = 8192
 # Logits of whole rows that the three-GEMM loss keeps between its forward and its gradient.
 _CPU_STASH_BYTES = 320 << 20
 _CUDA_STASH_BYTES = 2 << 30
-# On widths that are no whole number of vectors and register blocks a tile takes a third longer (measured with AVX-512: 1,019 against 1,024).
+# On widths that are no whole number of vectors a tile takes a third longer (measured with AVX-512: 1,019 columns against 1,024).
 _ALIGNMENT = 64
 # Short inputs get wider tiles, so that few launches are needed, but never so wide that a weight tile dwarfs the logits.
 _WIDEST = 8
