@@ -1,5 +1,6 @@
 """Builds everything that a run needs, in order, from the configuration."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from megagrpo.algorithms.algorithm import Algorithm
-from megagrpo.config.checks import build_layout, token_alignment
+from megagrpo.config.checks import build_layout, sequence_alignment, token_alignment
 from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
 from megagrpo.config.schema import Config, EvaluationSetConfig
 from megagrpo.errors import UserError
@@ -69,7 +70,8 @@ def build_session(config: Config, device: torch.device) -> Session:
     check_tokenizer(tokenizer, hf.vocab_size)
     source, evaluation_prompts = load_prompts(config, tokenizer, hf.max_position_embeddings)
     rewards = RewardPool(config.rewards.functions, config.rewards.workers, config.rewards.timeout_seconds, config.rewards.failure_value)
-    groups = build_groups(config.parallel.tp, config.parallel.pp, config.run.collective_timeout_seconds)
+    layout = build_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+    groups = build_groups(layout, config.run.collective_timeout_seconds)
 
     def load_model() -> StageModel:
         transformer_config = build_transformer_config(hf, groups, precision, config.parallel.sp, config.update.recompute)
@@ -79,19 +81,17 @@ def build_session(config: Config, device: torch.device) -> Session:
     if not is_megatron_checkpoint(config.model.path):
         check_no_unknown_tensors(actor.model, config.model.path)
     reference = Reference(load_model()) if algorithm.needs_reference else None
-    layout = build_layout(config, groups.world_size)
-    alignment = token_alignment(config)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     rules = PackingRules(
         config.update.max_tokens_per_microbatch,
-        alignment,
+        token_alignment(config.parallel, config.precision.recipe),
         config.update.packing,
         config.update.share_prompts and not use_te,
         layout.min_microbatches,
+        sequence_alignment(config.parallel, use_te),
     )
-    updater = PolicyUpdater(
-        config, actor, reference, algorithm, groups, layout, MicroBatchBuilder(device, alignment, pad_token_id, use_te), rules
-    )
+    builder = MicroBatchBuilder(device, rules, pad_token_id, use_te, layout.cp, groups.cp_rank)
+    updater = PolicyUpdater(config, actor, reference, algorithm, groups, layout, builder, rules)
     engine = ENGINES.get(config.engine.name)(
         hf_folder, config.engine, tokenizer=tokenizer, device=device, dtype=precision.params_dtype, load_weights=False
     )

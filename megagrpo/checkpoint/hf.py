@@ -1,6 +1,7 @@
 """Conversion between HF folders and Megatron distributed checkpoints, on one process or under torchrun."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -66,11 +67,13 @@ def _load(source: Path, tp: int, pp: int):
     from megagrpo.models.family import read_hf_config
     from megagrpo.models.precision import build_precision
     from megagrpo.parallel.groups import build_groups
+    from megagrpo.parallel.layout import ParallelLayout
 
     hf = read_hf_config(hf_folder_of(source))
     raw = json.loads((hf_folder_of(source) / "config.json").read_text())
     recipe = "bf16" if raw.get("dtype", raw.get("torch_dtype")) in _BF16 else "fp32"
-    groups = build_groups(tp, pp, timeout_seconds=600)
+    layout = ParallelLayout(int(os.environ.get("WORLD_SIZE", "1")), tp=tp, pp=pp)
+    groups = build_groups(layout, timeout_seconds=600)
     config = build_transformer_config(hf, groups, build_precision(recipe), sp=False)
     return load_stage_model(str(source), hf, config, groups, device, use_te=False)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megagrpo.config.files import check_files, read_hf_config
 from megagrpo.config.hardware import Hardware, detect_hardware
-from megagrpo.config.schema import Config
+from megagrpo.config.schema import Config, ParallelConfig
 from megagrpo.errors import ConfigError
 from megagrpo.parallel.layout import ParallelLayout
 
@@ -54,12 +54,22 @@ def check_config(config: Config, world_size: int, hf_config: Mapping[str, Any] |
 
 def build_layout(config: Config, world_size: int) -> ParallelLayout:
     """Return the layout that `parallel:` asks for on `world_size` ranks; whether it divides is not checked here."""
-    return ParallelLayout(world_size=world_size, tp=config.parallel.tp, pp=config.parallel.pp)
+    return ParallelLayout(world_size=world_size, tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
 
 
-def token_alignment(config: Config) -> int:
-    """Return what packed token counts are padded to a multiple of: tp where sequence parallel, the FP8 block where FP8."""
-    return math.lcm(config.parallel.tp if config.parallel.sp else 1, FP8_ALIGNMENT.get(config.precision.recipe, 1))
+def token_alignment(parallel: ParallelConfig, recipe: str) -> int:
+    """Return what packed token counts are padded to a multiple of.
+
+    Each of the cp ranks holds two equal chunks, whose tokens together are a multiple of tp where sequence parallel and of the FP8 block
+    where FP8.
+    """
+    chunks, sharded = 2 if parallel.cp > 1 else 1, parallel.tp if parallel.sp else 1
+    return parallel.cp * math.lcm(chunks, sharded, FP8_ALIGNMENT.get(recipe, 1))
+
+
+def sequence_alignment(parallel: ParallelConfig, use_te: bool) -> int:
+    """Return what each packed sequence is padded to a multiple of: Transformer Engine cuts every one in 2 * cp chunks."""
+    return 2 * parallel.cp if use_te and parallel.cp > 1 else 1
 
 
 def _check_layout(config: Config, world_size: int, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
@@ -98,7 +108,7 @@ def _check_lengths(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str
     prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     longest = prompt + new
     total = f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {new} = {longest}"
-    budget, alignment = config.update.max_tokens_per_microbatch, token_alignment(config)
+    budget, alignment = config.update.max_tokens_per_microbatch, token_alignment(config.parallel, config.precision.recipe)
     aligned = budget // alignment * alignment
     if longest > aligned:
         rounded = "" if aligned == budget else f" ({aligned} in multiples of {alignment})"

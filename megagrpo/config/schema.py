@@ -51,6 +51,7 @@ class ParallelConfig(Section):
 
     tp: PositiveInt = Field(1, description="tensor parallel size")
     pp: PositiveInt = Field(1, description="pipeline parallel size")
+    cp: PositiveInt = Field(1, description="context parallel size: the tokens of a micro-batch are shared out")
     sp: bool = Field(False, description="sequence parallel (activations between TP regions sharded over tp)")
 
 

@@ -100,6 +100,7 @@ def build_transformer_config(
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": groups.tp.size(),
         "pipeline_model_parallel_size": groups.pp.size(),
+        "context_parallel_size": groups.cp.size(),
         "sequence_parallel": sp,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asserts it, for dense models too

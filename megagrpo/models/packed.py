@@ -8,9 +8,12 @@ sequence, so packing with and without shared prompts is one code path. Positions
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+
+from megagrpo.parallel.token_shard import TokenShard
 
 # Trees up to this many tokens are padded to equal length and attended in one call under a mask; the call overhead of a loop costs
 # more there than the padded products (measured on CPU: a loop over 64 sequences of 32 tokens is 1.25 x slower than one padded call).
@@ -43,6 +46,13 @@ class Tree:
             start += branch
         return mask
 
+    def segments(self) -> list[tuple[int, int, int]]:
+        """Return (prompt tokens that all its rows attend, start within the tree, length) of each causal part: prompt, branches."""
+        if self.is_chain:
+            return [(0, 0, self.tokens)]
+        starts = accumulate(self.branches[:-1], initial=self.prompt)
+        return [(0, 0, self.prompt), *((self.prompt, start, length) for start, length in zip(starts, self.branches, strict=True))]
+
     def positions(self) -> torch.Tensor:
         """Return the position ids, int64 [tokens]."""
         return torch.cat([torch.arange(self.prompt), *(torch.arange(self.prompt, self.prompt + branch) for branch in self.branches)])
@@ -50,40 +60,62 @@ class Tree:
 
 @dataclass(frozen=True)
 class DenseBatch:
-    """Trees attended in one padded call: n trees of at most S tokens."""
+    """Trees attended in one padded call: n trees of at most S tokens, at most Q of them on this rank."""
 
-    index: torch.Tensor  # int64 [n, S]: where each token is in the packed input; padding points at the tree's first token
-    mask: torch.Tensor  # bool [n, 1, S, S]
-    valid: torch.Tensor  # bool [n, S]
+    rows: torch.Tensor  # int64 [n, Q]: local position of each query; padding points at some row
+    keys: torch.Tensor  # int64 [n, S]: packed position of each key; padding points at the tree's first token
+    mask: torch.Tensor  # bool [n, 1, Q, S]
+    valid: torch.Tensor  # bool [n, Q]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive queries of one branch (or prompt) that this rank holds, attended in one call."""
+
+    rows: slice  # local positions
+    prompt: slice  # packed positions that each of them attends
+    branch: slice  # packed positions of the branch up to the last of them
+    first: int  # index of the first of them in the branch
+
+    @property
+    def is_causal(self) -> bool:
+        """Say whether the mask is the plain triangle."""
+        return self.first == 0 and self.prompt.start == self.prompt.stop
 
 
 @dataclass
 class PackedTrees(PackedSeqParams):
-    """`packed_seq_params` of a micro-batch for the local layer spec. The format name keeps Megatron from applying thd rules."""
+    """`packed_seq_params` of a micro-batch for the local layer spec. The format name keeps Megatron from applying thd rules.
+
+    The trees are those of the whole micro-batch; a context parallel rank computes the queries in `shard` and sees all keys.
+    """
 
     qkv_format: str = "trees"
     trees: tuple[Tree, ...] = ()
+    shard: TokenShard = None  # type: ignore[assignment]  (None is replaced at once: all tokens are here)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        self.shard = self.shard or TokenShard((sum(tree.tokens for tree in self.trees),))
 
     @cached_property
     def rotary_positions(self) -> torch.Tensor:
-        """Position ids of the packed input, int64 [T]."""
-        return torch.cat([tree.positions() for tree in self.trees]).to(self.device)
+        """Position ids of this rank's tokens, int64 [T / cp]."""
+        return torch.cat([tree.positions() for tree in self.trees])[self.shard.packed_positions()].to(self.device)
 
     @cached_property
     def starts(self) -> list[int]:
         """Offset of each tree in the packed input."""
-        starts, offset = [], 0
-        for tree in self.trees:
-            starts.append(offset)
-            offset += tree.tokens
-        return starts
+        return list(accumulate((tree.tokens for tree in self.trees[:-1]), initial=0))
 
     @cached_property
     def dense_batches(self) -> list[DenseBatch]:
-        """Small trees, grouped by size so that padding stays under a quarter of a batch's rows."""
+        """Small trees with tokens on this rank, grouped by size so that padding stays under a quarter of a batch's keys."""
+        local = self.shard.local_positions()
         small = [
-            (tree.tokens, start, tree) for tree, start in zip(self.trees, self.starts, strict=True) if tree.tokens <= DENSE_TREE_TOKENS
+            (tree.tokens, start, tree)
+            for tree, start in zip(self.trees, self.starts, strict=True)
+            if tree.tokens <= DENSE_TREE_TOKENS and bool((local[start : start + tree.tokens] >= 0).any())
         ]
         batches: list[list[tuple[int, int, Tree]]] = []
         for entry in sorted(small, key=lambda item: item[:2]):
@@ -91,33 +123,47 @@ class PackedTrees(PackedSeqParams):
                 batches[-1].append(entry)
             else:
                 batches.append([entry])
-        return [self._dense_batch(batch) for batch in batches]
+        return [self._dense_batch(batch, local) for batch in batches]
 
-    def _dense_batch(self, entries: list[tuple[int, int, Tree]]) -> DenseBatch:
-        size = max(tokens for tokens, _, _ in entries)
-        index = torch.empty(len(entries), size, dtype=torch.int64)
-        mask = torch.eye(size, dtype=torch.bool).repeat(len(entries), 1, 1, 1)  # a padded row attends itself: no empty soft-max
-        valid = torch.zeros(len(entries), size, dtype=torch.bool)
-        for row, (tokens, start, tree) in enumerate(entries):
-            index[row] = start
-            index[row, :tokens] = torch.arange(start, start + tokens)
-            mask[row, 0, :tokens, :tokens] = tree.mask()
-            valid[row, :tokens] = True
-        return DenseBatch(index.to(self.device), mask.to(self.device), valid.to(self.device))
+    def _dense_batch(self, entries: list[tuple[int, int, Tree]], local: torch.Tensor) -> DenseBatch:
+        held = [(local[start : start + tokens] >= 0).nonzero()[:, 0] for tokens, start, _ in entries]  # index within the tree
+        num_rows, num_keys = max(map(len, held)), max(tokens for tokens, _, _ in entries)
+        rows = torch.zeros(len(entries), num_rows, dtype=torch.int64)
+        keys = torch.empty(len(entries), num_keys, dtype=torch.int64)
+        mask = torch.zeros(len(entries), 1, num_rows, num_keys, dtype=torch.bool)
+        valid = torch.zeros(len(entries), num_rows, dtype=torch.bool)
+        for number, ((tokens, start, tree), own) in enumerate(zip(entries, held, strict=True)):
+            rows[number, : len(own)] = local[start + own]
+            keys[number] = start
+            keys[number, :tokens] = torch.arange(start, start + tokens)
+            mask[number, 0, : len(own), :tokens] = tree.mask()[own]
+            mask[number, 0, len(own) :, 0] = True  # a padded row attends something: no empty soft-max
+            valid[number, : len(own)] = True
+        return DenseBatch(*(tensor.to(self.device) for tensor in (rows, keys, mask, valid)))
 
     @cached_property
-    def large_trees(self) -> list[tuple[int, Tree]]:
-        """(offset, tree) of the trees that are attended one by one."""
-        return [(start, tree) for tree, start in zip(self.trees, self.starts, strict=True) if tree.tokens > DENSE_TREE_TOKENS]
+    def runs(self) -> list[Run]:
+        """The queries of this rank in large trees, each run attended by itself."""
+        runs = []
+        for tree, start in zip(self.trees, self.starts, strict=True):
+            if tree.tokens > DENSE_TREE_TOKENS:
+                for prompt, branch_start, length in tree.segments():
+                    runs += self._runs_of(slice(start, start + prompt), start + branch_start, length)
+        return runs
 
-    @cached_property
-    def order(self) -> torch.Tensor:
-        """Packed positions in the order in which attention produces them: dense batches, then large trees; int64 [T]."""
-        pieces = [batch.index[batch.valid] for batch in self.dense_batches]
-        pieces += [torch.arange(start, start + tree.tokens, device=self.device) for start, tree in self.large_trees]
-        return torch.cat(pieces)
+    def _runs_of(self, prompt: slice, branch_start: int, length: int) -> list[Run]:
+        runs, offset = [], 0
+        for interval_start, interval_stop in self.shard.intervals:
+            start, stop = max(interval_start, branch_start), min(interval_stop, branch_start + length)
+            if start < stop:
+                rows = slice(offset + start - interval_start, offset + stop - interval_start)
+                runs.append(Run(rows, prompt, slice(branch_start, stop), start - branch_start))
+            offset += interval_stop - interval_start
+        return runs
 
     @cached_property
     def inverse_order(self) -> torch.Tensor:
-        """Inverse permutation of `order`."""
-        return torch.argsort(self.order)
+        """Where attention produces each local token (dense batches first, then runs): int64 [T / cp]."""
+        order = [batch.rows[batch.valid] for batch in self.dense_batches]
+        order += [torch.arange(run.rows.start, run.rows.stop, device=self.device) for run in self.runs]
+        return torch.argsort(torch.cat(order))

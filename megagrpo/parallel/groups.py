@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.device import device as device_module
+from megagrpo.parallel.layout import ParallelLayout
 
 _starts = itertools.count()
 
@@ -20,9 +21,12 @@ class ParallelGroups:
 
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
+    cp: dist.ProcessGroup
     dp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup  # ranks that hold the same parameters: gradients are summed over it
     tp_rank: int
     pp_rank: int
+    cp_rank: int
     dp_rank: int
     rank: int
     world_size: int
@@ -39,16 +43,15 @@ class ParallelGroups:
 
     @property
     def reports_losses(self) -> bool:
-        """Say whether this rank's losses and metrics enter a sum over all ranks: one rank of each replica."""
+        """Say whether this rank's losses and metrics enter a sum over all ranks: one tp rank of each context parallel part."""
         return self.is_last_stage and self.tp_rank == 0
 
 
-def build_groups(tp: int, pp: int, timeout_seconds: int) -> ParallelGroups:
+def build_groups(layout: ParallelLayout, timeout_seconds: int) -> ParallelGroups:
     """Start torch.distributed (where the caller has not) and Megatron's groups. Collective over all ranks.
 
     Args:
-        tp: tensor parallel size.
-        pp: pipeline parallel size.
+        layout: sizes of the axes; it must divide the world.
         timeout_seconds: a collective that waits longer than this raises on the waiting ranks.
     """
     from megatron.core import parallel_state
@@ -56,15 +59,23 @@ def build_groups(tp: int, pp: int, timeout_seconds: int) -> ParallelGroups:
 
     if not dist.is_initialized():
         _start_process_group(timedelta(seconds=timeout_seconds))
-    parallel_state.initialize_model_parallel(tp, pp, distributed_timeout_minutes=max(1, timeout_seconds // 60))
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        context_parallel_size=layout.cp,
+        distributed_timeout_minutes=max(1, timeout_seconds // 60),
+    )
     # Megatron forks this tracker for dropout and recompute; nothing in a run draws from it, so its seed is not a setting.
     model_parallel_cuda_manual_seed(0)
     return ParallelGroups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -30,7 +30,7 @@ def compute_batch_arithmetic(config: Config, layout: ParallelLayout) -> BatchAri
     groups, completions = config.rollout.prompts_per_step, config.rollout.completions_per_prompt
     mini_batches = config.update.mini_batches_per_step
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    alignment = token_alignment(config)
+    alignment = token_alignment(config.parallel, config.precision.recipe)
     budget = config.update.max_tokens_per_microbatch // alignment * alignment
     return BatchArithmetic(
         groups=groups,

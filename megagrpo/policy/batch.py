@@ -8,7 +8,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megagrpo.models.packed import PackedTrees, Tree
-from megagrpo.policy.microbatches import MicroBatchPlan
+from megagrpo.parallel.token_shard import TokenShard
+from megagrpo.policy.microbatches import MicroBatchPlan, PackingRules
 from megagrpo.rollout.rollouts import SampleKey
 
 
@@ -24,7 +25,10 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed input and its loss rows. R rows: one per completion token; T input tokens, alignment padding included."""
+    """Packed input and its loss rows. T input tokens, alignment padding included; one row per completion token.
+
+    A context parallel rank holds T of the micro-batch's tokens and the R rows that they predict; `keys` are the whole micro-batch's.
+    """
 
     tokens: torch.Tensor  # int64 [1, T]
     packed: PackedSeqParams
@@ -32,18 +36,13 @@ class MicroBatch:
     row_index: torch.Tensor  # int64 [R]: the input position whose hidden state predicts the row's token
     targets: torch.Tensor  # int64 [R]
     sequence_ids: torch.Tensor  # int64 [R], 0 <= id < B
+    positions: torch.Tensor  # int64 [R]: index of the row's token in its completion
     rollout_logprobs: torch.Tensor  # float32 [R]
 
     @property
     def num_sequences(self) -> int:
         """B."""
         return len(self.keys)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Index of each row's token in its completion, int64 [R]."""
-        starts = torch.searchsorted(self.sequence_ids, torch.arange(self.num_sequences, device=self.sequence_ids.device))
-        return torch.arange(len(self.sequence_ids), device=self.sequence_ids.device) - starts[self.sequence_ids]
 
     def per_row(self, values: Mapping[SampleKey, float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Spread one number per sequence over its rows: [R]."""
@@ -52,16 +51,18 @@ class MicroBatch:
 
 
 class MicroBatchBuilder:
-    """Turns plans into tensors on the rank's device."""
+    """Turns plans into this context parallel rank's tensors, on its device."""
 
-    def __init__(self, device: torch.device, alignment: int, pad_token_id: int, use_te: bool):
-        self.device, self.alignment, self.pad_token_id, self.use_te = device, alignment, pad_token_id, use_te
+    def __init__(self, device: torch.device, rules: PackingRules, pad_token_id: int, use_te: bool, cp: int = 1, cp_rank: int = 0):
+        self.device, self.rules, self.pad_token_id, self.use_te = device, rules, pad_token_id, use_te
+        self.cp, self.cp_rank = cp, cp_rank
 
     def build(self, plan: MicroBatchPlan, sample_of: Callable[[int], TrainSample]) -> MicroBatch:
         """Pack the planned trees; an empty plan gives a micro-batch of padding alone, which keeps the ranks in step."""
         samples = [sample_of(index) for tree in plan for index in tree.samples]
         inputs: list[Sequence[int]] = []
         trees: list[Tree] = []
+        stretches: list[int] = []  # tokens of each tree, padding behind it included
         rows: list[np.ndarray] = []
         offset = 0
         for tree_plan in plan:
@@ -75,32 +76,35 @@ class MicroBatchBuilder:
                 rows.append(np.concatenate([[offset + len(prompt) - 1], np.arange(branch_start, branch_start + branch)]))
                 branch_start += branch
             trees.append(Tree(len(prompt), tuple(len(sample.token_ids) - 1 for sample in members)))
-            offset = branch_start
-        padding = max(-offset % self.alignment, 0 if offset else self.alignment)
+            stretches.append(branch_start - offset + (offset - branch_start) % self.rules.sequence_alignment)
+            offset += stretches[-1]
+            inputs.append([self.pad_token_id] * (offset - branch_start))
+        padding = max(-offset % self.rules.alignment, 0 if offset else self.rules.alignment)
         if padding:
             inputs.append([self.pad_token_id] * padding)
             trees.append(Tree(padding, ()))
+            stretches.append(padding)
+        shard = TokenShard(tuple(stretches) if self.use_te else (offset + padding,), self.cp, self.cp_rank)
         lengths = [len(sample.token_ids) for sample in samples]
+        row_index = shard.local_positions()[_concatenate(rows)]
+        local = row_index >= 0
+
+        def pick(values: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=dtype)[local].to(self.device)
+
         return MicroBatch(
-            tokens=self._int(np.concatenate(inputs))[None],
-            packed=self._packed(trees),
+            tokens=torch.as_tensor(np.concatenate(inputs), dtype=torch.int64)[None, shard.packed_positions()].to(self.device),
+            packed=self._pack_thd(stretches) if self.use_te else PackedTrees(trees=tuple(trees), shard=shard, device=self.device),
             keys=tuple(sample.key for sample in samples),
-            row_index=self._int(_concatenate(rows)),
-            targets=self._int(_concatenate([sample.token_ids for sample in samples])),
-            sequence_ids=self._int(np.repeat(np.arange(len(samples)), lengths)),
-            rollout_logprobs=self._float(_concatenate([sample.rollout_logprobs for sample in samples])),
+            row_index=row_index[local].to(self.device),
+            targets=pick(_concatenate([sample.token_ids for sample in samples])),
+            sequence_ids=pick(np.repeat(np.arange(len(samples)), lengths)),
+            positions=pick(_concatenate([np.arange(length) for length in lengths])),
+            rollout_logprobs=pick(_concatenate([sample.rollout_logprobs for sample in samples]), torch.float32),
         )
 
-    def _int(self, values: np.ndarray) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(values, dtype=np.int64), device=self.device)
-
-    def _float(self, values: np.ndarray) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(values, dtype=np.float32), device=self.device)
-
-    def _packed(self, trees: list[Tree]) -> PackedSeqParams:
-        if not self.use_te:
-            return PackedTrees(trees=tuple(trees), device=self.device)
-        lengths = [tree.tokens for tree in trees]
+    def _pack_thd(self, lengths: list[int]) -> PackedSeqParams:
+        """Describe the sequences to Transformer Engine, the padding behind each as its last tokens: nothing attends to it."""
         boundaries = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=self.device)
         return PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
@@ -108,4 +112,4 @@ class MicroBatchBuilder:
 
 
 def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if len(parts) else np.empty(0)
+    return np.concatenate(parts) if len(parts) else np.empty(0, dtype=np.int64)

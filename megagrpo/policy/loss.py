@@ -1,7 +1,7 @@
 """The loss of one micro-batch on the last pipeline stage: log-probs, the algorithm's token loss, the weighted sum."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from megagrpo.algorithms.metrics import Metric, merge_metrics
 from megagrpo.models.build import StageModel
 from megagrpo.ops.exact_kl import linear_exact_kl
 from megagrpo.ops.token_loss import linear_token_loss
+from megagrpo.parallel.token_shard import sum_sequences
 from megagrpo.policy.batch import MicroBatch
 from megagrpo.policy.forward import loss_rows, row_logprobs
 from megagrpo.rollout.rollouts import SampleKey
@@ -90,7 +91,10 @@ class PolicyLoss:
             exact_kl = scores.kl
         else:
             scores = row_logprobs(self.model, hidden, batch.targets[keep], self.temperature, compute_entropy=True)
-        inputs = self._inputs(batch, terms, keep, scores.logprobs, scores.entropy, exact_kl)
+        inputs = replace(
+            self._inputs(batch, terms, keep, scores.logprobs, scores.entropy, exact_kl),
+            sequence_sum=lambda values: sum_sequences(values, batch.sequence_ids[keep], batch.num_sequences, self.model.groups.cp),
+        )
         loss, metrics = aggregate_loss(self.algorithm.token_loss(inputs), self._weights(batch, keep))
         return loss, metrics | self._mismatch(batch, terms, keep, scores.logprobs)
 

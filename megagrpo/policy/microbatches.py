@@ -30,7 +30,7 @@ class TreePlan:
     """One prompt and the samples that share it in one micro-batch."""
 
     samples: tuple[int, ...]  # indices into the planned samples
-    tokens: int
+    tokens: int  # padding to `PackingRules.sequence_alignment` included
     longest: int  # tokens of the longest sequence: attention cost
 
     def cost(self, hidden_size: int) -> float:
@@ -47,6 +47,7 @@ class PackingRules:
     packing: bool = True
     share_prompts: bool = True
     min_microbatches: int = 1  # per data parallel rank, where there are enough trees: fills the pipeline
+    sequence_alignment: int = 1  # each tree is padded to a multiple of this, a divisor of `alignment`
 
     @property
     def budget(self) -> int:
@@ -74,7 +75,7 @@ def plan_microbatches(samples: Sequence[SampleSize], dp: int, rules: PackingRule
     """
     trees = _build_trees(samples, rules)
     if rules.packing:
-        trees = _split_for(trees, samples, dp * rules.min_microbatches)
+        trees = _split_for(trees, samples, rules, dp * rules.min_microbatches)
         bins = _pack(trees, dp, rules, hidden_size)
     else:
         bins = [[tree] for tree in trees]
@@ -82,10 +83,11 @@ def plan_microbatches(samples: Sequence[SampleSize], dp: int, rules: PackingRule
     return _assign(bins, dp, hidden_size)
 
 
-def _make_tree(members: Sequence[int], samples: Sequence[SampleSize]) -> TreePlan:
+def _make_tree(members: Sequence[int], samples: Sequence[SampleSize], rules: PackingRules) -> TreePlan:
     prompt = samples[members[0]].prompt_tokens
     branches = [samples[i].branch_tokens for i in members]
-    return TreePlan(tuple(members), prompt + sum(branches), prompt + max(branches))
+    tokens = prompt + sum(branches)
+    return TreePlan(tuple(members), tokens + -tokens % rules.sequence_alignment, prompt + max(branches))
 
 
 def _build_trees(samples: Sequence[SampleSize], rules: PackingRules) -> list[TreePlan]:
@@ -101,15 +103,15 @@ def _build_trees(samples: Sequence[SampleSize], rules: PackingRules) -> list[Tre
     for members in groups.values():
         open_tree: list[int] = []
         for index in members:
-            if open_tree and _make_tree([*open_tree, index], samples).tokens > rules.budget:
-                trees.append(_make_tree(open_tree, samples))
+            if open_tree and _make_tree([*open_tree, index], samples, rules).tokens > rules.budget:
+                trees.append(_make_tree(open_tree, samples, rules))
                 open_tree = []
             open_tree.append(index)
-        trees.append(_make_tree(open_tree, samples))
+        trees.append(_make_tree(open_tree, samples, rules))
     return trees
 
 
-def _split_for(trees: list[TreePlan], samples: Sequence[SampleSize], wanted: int) -> list[TreePlan]:
+def _split_for(trees: list[TreePlan], samples: Sequence[SampleSize], rules: PackingRules, wanted: int) -> list[TreePlan]:
     """Halve the largest trees until there is one for each micro-batch, or nothing is left to halve."""
     trees = list(trees)
     while len(trees) < wanted:
@@ -119,7 +121,7 @@ def _split_for(trees: list[TreePlan], samples: Sequence[SampleSize], wanted: int
         largest = max(candidates, key=lambda tree: (tree.tokens, tree.samples))
         trees.remove(largest)
         half = len(largest.samples) // 2
-        trees += [_make_tree(largest.samples[:half], samples), _make_tree(largest.samples[half:], samples)]
+        trees += [_make_tree(part, samples, rules) for part in (largest.samples[:half], largest.samples[half:])]
     return trees
 
 

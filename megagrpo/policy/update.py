@@ -6,7 +6,7 @@ Everything that decides (advantages, plans, weights) is computed alike on every 
 policy and the reference stay on the last pipeline stage, which alone needs them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from megagrpo.algorithms.metrics import Metric, finalize_metrics, merge_metrics
 from megagrpo.config.schema import Config
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.parallel.layout import ParallelLayout
+from megagrpo.parallel.token_shard import sum_sequences
 from megagrpo.policy.actor import Actor, AppliedUpdate
 from megagrpo.policy.batch import MicroBatch, MicroBatchBuilder, TrainSample
 from megagrpo.policy.loss import PolicyLoss, RowTerms, SequenceTerms
@@ -43,7 +44,17 @@ class MiniBatch:
     """The samples of one optimizer update."""
 
     groups: Sequence[int]
+    keys: Sequence[SampleKey]  # of the samples that are trained, on all replicas
     batches: Sequence[MicroBatch]  # of this rank's replica
+
+
+def sum_by_key(parts: Iterable[Mapping[SampleKey, float]]) -> dict[SampleKey, float]:
+    """Add up what the context parallel ranks found of each sample on their tokens."""
+    total: dict[SampleKey, float] = {}
+    for part in parts:
+        for key, value in part.items():
+            total[key] = total.get(key, 0) + value
+    return total
 
 
 class PolicyUpdater:
@@ -114,7 +125,7 @@ class PolicyUpdater:
                     before_apply(finalize_metrics(metrics))
                 applied.append(self.actor.apply_gradients(learning_rate(len(applied))))
                 collected.append(metrics)
-                trained_tokens += sum(lengths[key] for batch in mini_batch.batches for key in batch.keys)
+                trained_tokens += sum(lengths[key] for key in mini_batch.keys)
         metrics = finalize_metrics(merge_metrics([*collected, before, mismatch]))
         if "ref_kl" in metrics:
             self.algorithm.update_kl(metrics["ref_kl"])
@@ -144,9 +155,11 @@ class PolicyUpdater:
             plans.append((chunk.tolist(), keys, plan))
         samples = self._fetch(rollouts, plans)
         return [
-            MiniBatch(chunk, [self.builder.build(micro, lambda i, keys=keys: samples[keys[i]]) for micro in plan[self.groups.dp_rank]])
+            MiniBatch(
+                chunk, keys, [self.builder.build(micro, lambda i, keys=keys: samples[keys[i]]) for micro in plan[self.groups.dp_rank]]
+            )
             if plan
-            else MiniBatch(chunk, [])
+            else MiniBatch(chunk, keys, [])
             for chunk, keys, plan in plans
         ]
 
@@ -208,7 +221,7 @@ class PolicyUpdater:
             penalty = self.algorithm.kl_penalty(old, ref, batch.sequence_ids, batch.num_sequences)
             mine |= dict(zip(batch.keys, penalty.tolist(), strict=True))
             measured.append(self.algorithm.measure_kl_penalty(old, ref))
-        penalties = {key: value for part in all_gather_metadata(mine) for key, value in part.items()}
+        penalties = sum_by_key(all_gather_metadata(mine))
         return penalties, self._all_gather_metrics(measured)
 
     def _compare_with_engine(
@@ -233,6 +246,7 @@ class PolicyUpdater:
                 batch.rollout_logprobs,
                 batch.sequence_ids,
                 batch.num_sequences,
+                sequence_sum=lambda values, batch=batch: sum_sequences(values, batch.sequence_ids, batch.num_sequences, self.groups.cp),
                 positions=batch.positions,
                 policy_age=batch.per_row(ages, torch.int64),
             )
@@ -243,7 +257,7 @@ class PolicyUpdater:
                 kept |= dict(zip(batch.keys, counts.int().tolist(), strict=True))
                 rejected |= dict(zip(batch.keys, result.rejected.tolist(), strict=True))
         gathered = all_gather_metadata((kept, rejected) if self.groups.reports_losses else ({}, {}))
-        kept = {key: count for part, _ in gathered for key, count in part.items()}
+        kept = sum_by_key(part for part, _ in gathered)
         rejected = {key: flag for _, part in gathered for key, flag in part.items()}
         return kept, rejected if any(rejected.values()) else {}, self._all_gather_metrics(diagnostics)
 

@@ -47,7 +47,11 @@ def family_folders(tmp_path_factory):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
-    [(1, ["tp1pp1"]), (2, ["tp2pp1", "tp2pp1sp", "tp1pp2", "tp1pp1"]), (4, ["tp2pp2", "tp2pp2sp", "tp1pp4", "tp4pp1", "tp2pp1"])],
+    [
+        (1, ["tp1pp1"]),
+        (2, ["tp2pp1", "tp2pp1sp", "tp1pp2", "cp2", "tp1pp1"]),
+        (4, ["tp2pp2", "tp2pp2sp", "tp1pp4", "tp4pp1", "tp2pp1", "cp4", "tp2cp2sp"]),
+    ],
 )
 def test_megatron_equals_transformers_and_exports_what_it_imported(family_folders, ranks, layouts):
     assert "PARITY OK" in run_torchrun(ranks, "hf_parity_worker.py", family_folders, *layouts)

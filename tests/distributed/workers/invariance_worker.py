@@ -3,6 +3,7 @@
 Arguments: model folder, file with the reference's result, then cases such as `tp2pp2sp:packed`.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megagrpo.algorithms.algorithm import Algorithm  # noqa: E402
-from megagrpo.config.schema import Config  # noqa: E402
+from megagrpo.config.checks import token_alignment  # noqa: E402
+from megagrpo.config.schema import Config, ParallelConfig  # noqa: E402
 from megagrpo.models.build import build_transformer_config, load_stage_model  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
@@ -80,11 +82,12 @@ def relative(value: float, expected: float) -> float:
 
 
 def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> None:
-    tp, pp = (int(re.search(rf"{name}(\d+)", layout_name)[1]) for name in ("tp", "pp"))
+    sizes = {name: int(size) for name, size in re.findall(r"(tp|cp|pp)(\d+)", layout_name)}
+    layout = ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes)
     sp, recompute = "sp" in layout_name, "full" if "recompute" in layout_name else "none"
     packing, share, max_tokens = PACKINGS[packing_name]
     config = make_config(folder, recompute)
-    groups = build_groups(tp, pp, timeout_seconds=120)
+    groups = build_groups(layout, timeout_seconds=120)
     hf = read_hf_config(folder)
 
     def load():
@@ -92,16 +95,16 @@ def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> 
         return load_stage_model(str(folder), hf, transformer_config, groups, DEVICE, use_te=False)
 
     actor, reference = Actor(load(), config.optimizer), Reference(load())
-    alignment = tp if sp else 1
+    rules = PackingRules(max_tokens, token_alignment(ParallelConfig(**sizes, sp=sp), "fp32"), packing, share, layout.min_microbatches)
     updater = PolicyUpdater(
         config,
         actor,
         reference,
         Algorithm(config.algorithm, dense_grpo.COMPLETIONS, 64),
         groups,
-        ParallelLayout(dist.get_world_size(), tp, pp),
-        MicroBatchBuilder(DEVICE, alignment, 0, use_te=False),
-        PackingRules(max_tokens, alignment, packing, share, 2 * pp if pp > 1 else 1),
+        layout,
+        MicroBatchBuilder(DEVICE, rules, 0, False, layout.cp, groups.cp_rank),
+        rules,
     )
     losses, norms = [], []
     for step in range(dense_grpo.STEPS):

@@ -185,14 +185,20 @@ def test_transformer_engine_is_accepted_where_it_can_run(run_file):
     ]
 
 
-def test_token_counts_are_aligned_to_tp_and_to_fp8_blocks(run_file):
+def test_token_counts_are_aligned_to_cp_and_tp_and_to_fp8_blocks(run_file):
     for overrides, alignment in (
         ([], 1),
         (["parallel.tp=2"], 1),
         (["parallel.tp=2", "parallel.sp=true"], 2),
         (["parallel.tp=3", "parallel.sp=true", "precision.recipe=mxfp8"], 96),
+        (["parallel.cp=2"], 4),  # two chunks on each of two ranks
+        (["parallel.cp=4", "parallel.tp=2"], 8),
+        (["parallel.cp=2", "parallel.tp=4", "parallel.sp=true"], 8),  # four tokens a rank: one for each tp rank
+        (["parallel.cp=2", "parallel.tp=3", "parallel.sp=true"], 12),
+        (["parallel.cp=2", "precision.recipe=fp8_delayed"], 32),
     ):
-        assert token_alignment(load_config(run_file, overrides)) == alignment
+        config = load_config(run_file, overrides)
+        assert token_alignment(config.parallel, config.precision.recipe) == alignment
 
 
 def test_loading_and_checking_import_no_torch(run_file):

@@ -11,6 +11,7 @@ device_module.setup()
 
 from megagrpo.models.attention import PackedTreeAttention  # noqa: E402
 from megagrpo.models.packed import PackedTrees, Tree  # noqa: E402
+from megagrpo.parallel.token_shard import TokenShard  # noqa: E402
 
 HEADS, GROUPS, DIM = 4, 2, 8
 
@@ -64,3 +65,21 @@ def test_tree_attention_equals_naive_attention_with_gradients(trees):
         strict=True,
     ):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+@pytest.mark.parametrize("trees", [[Tree(3, (2, 0, 4)), Tree(3, ())], [Tree(40, (130, 121)), Tree(7, (2, 9)), Tree(300, ()), Tree(99, ())]])
+def test_context_parallel_ranks_attend_their_rows_of_the_whole(monkeypatch, trees, cp):
+    """Each rank's queries against all keys (gathered here by hand) give its rows of the attention on one rank."""
+    torch.manual_seed(0)
+    total = sum(tree.tokens for tree in trees)
+    query = torch.randn(total, 1, HEADS, DIM, dtype=torch.float64)
+    key, value = (torch.randn(total, 1, GROUPS, DIM, dtype=torch.float64) for _ in range(2))
+    attention = PackedTreeAttention(SimpleNamespace(kv_channels=DIM, params_dtype=torch.float64), 1, None, "self")
+    whole = attention(query, key, value, packed_seq_params=PackedTrees(trees=tuple(trees)))
+    monkeypatch.setattr("megagrpo.models.attention.all_gather_tokens", lambda local, group: torch.cat([key, value], dim=-1)[:, 0])
+    for rank in range(cp):
+        shard = TokenShard((total,), cp, rank)
+        mine = shard.packed_positions()
+        output = attention(query[mine], key[mine], value[mine], packed_seq_params=PackedTrees(trees=tuple(trees), shard=shard))
+        torch.testing.assert_close(output, whole[mine], rtol=1e-10, atol=1e-12)

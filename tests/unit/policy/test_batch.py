@@ -4,15 +4,16 @@ import numpy as np
 import torch
 
 from megagrpo.policy.batch import MicroBatchBuilder, TrainSample
-from megagrpo.policy.microbatches import TreePlan
+from megagrpo.policy.microbatches import PackingRules, TreePlan
 
 
 def sample(group, place, prompt, tokens):
     return TrainSample((group, place), tuple(prompt), np.array(tokens), np.full(len(tokens), -0.5, np.float32))
 
 
-def build(trees, samples, alignment=1):
-    builder = MicroBatchBuilder(torch.device("cpu"), alignment, pad_token_id=99, use_te=False)
+def build(trees, samples, alignment=1, sequence_alignment=1, use_te=False, cp=1, cp_rank=0):
+    rules = PackingRules(1000, alignment, sequence_alignment=sequence_alignment)
+    builder = MicroBatchBuilder(torch.device("cpu"), rules, 99, use_te, cp, cp_rank)
     return builder.build(tuple(TreePlan(tuple(tree), 0, 0) for tree in trees), samples.__getitem__)
 
 
@@ -48,3 +49,29 @@ def test_an_empty_micro_batch_is_padding_alone():
 def test_numbers_of_a_sequence_spread_over_its_rows():
     batch = build([[0], [1]], [sample(0, 0, [1], [2, 3]), sample(4, 1, [5], [6])])
     assert batch.per_row({(0, 0): 1.5, (4, 1): -2.0}).tolist() == [1.5, 1.5, -2.0]
+
+
+def test_context_parallel_ranks_share_tokens_and_rows_out():
+    """9 input tokens and 3 of padding in four chunks of 3: rank 0 holds 0 1 2 9 10 11, rank 1 holds 3 to 8."""
+    samples = [sample(0, 0, [10, 11], [20, 21, 22]), sample(0, 1, [10, 11], [30]), sample(1, 0, [50, 51, 52], [60, 61, 62])]
+    whole = build([[0, 1], [2]], samples, alignment=12)
+    parts = [build([[0, 1], [2]], samples, alignment=12, cp=2, cp_rank=rank) for rank in range(2)]
+    assert whole.tokens[0, [0, 1, 2, 9, 10, 11]].tolist() == parts[0].tokens[0].tolist()
+    assert whole.tokens[0, 3:9].tolist() == parts[1].tokens[0].tolist()
+    assert parts[0].packed.rotary_positions.tolist() == [0, 1, 2, 0, 1, 2]
+    assert parts[1].packed.rotary_positions.tolist() == [3, 0, 1, 2, 3, 4]
+    # The shared last prompt token (position 1) predicts the first token of both completions; both rows are where it is.
+    assert parts[0].targets.tolist() == [20, 21, 30] and parts[0].row_index.tolist() == [1, 2, 1]
+    assert parts[1].targets.tolist() == [22, 60, 61, 62] and parts[1].row_index.tolist() == [0, 3, 4, 5]
+    assert parts[1].positions.tolist() == [2, 0, 1, 2] and parts[1].sequence_ids.tolist() == [0, 2, 2, 2]
+    assert all(part.keys == whole.keys for part in parts)
+
+
+def test_transformer_engine_gets_every_sequence_padded_and_cut_by_itself():
+    samples = [sample(0, 0, [10, 11], [20, 21, 22]), sample(1, 0, [50], [60])]
+    parts = [build([[0], [1]], samples, alignment=12, sequence_alignment=4, use_te=True, cp=2, cp_rank=rank) for rank in range(2)]
+    assert [part.packed.cu_seqlens_q.tolist() for part in parts] == [[0, 4, 8, 12]] * 2  # of whole sequences; the last is padding alone
+    assert parts[0].tokens.tolist() == [[10, 21, 50, 99, 99, 99]]
+    assert parts[1].tokens.tolist() == [[11, 20, 99, 99, 99, 99]]
+    assert parts[0].targets.tolist() == [22, 60] and parts[0].row_index.tolist() == [1, 2]
+    assert parts[1].targets.tolist() == [20, 21] and parts[1].row_index.tolist() == [0, 1]
