@@ -52,6 +52,7 @@ class Trainer:
         )
         self.state = TrainerState()
         self.timers = PhaseTimers()
+        self._gap_checked = False
 
     def run(self) -> None:
         """Train all steps that are left, then export and sum up."""
@@ -123,7 +124,7 @@ class Trainer:
         result = self.session.updater.run(
             rollouts,
             learning_rate=lambda k: learning_rate(self.config.optimizer, self.state.updates + k, total_updates),
-            before_apply=self._gate if self.state.updates == 0 else None,
+            before_apply=self._gate,
             weight_version=self.state.weight_version,
         )
         self.state.updates += len(result.applied)
@@ -138,10 +139,15 @@ class Trainer:
 
     def _gate(self, metrics: Mapping[str, float]) -> None:
         """Stop (or warn) before the first update where engine and actor disagree: the engine samples from other weights or maths."""
-        gap, limit = metrics.get("actor_rollout_gap_max"), self.config.rollout.max_logprob_gap
-        if self.state.updates or limit is None or gap is None or gap <= limit:
+        if self._gap_checked:
             return
-        message = f"step 1: engine and actor log-probs differ by up to {gap:.3e}, rollout.max_logprob_gap is {limit:.3e}"
+        self._gap_checked = True
+        limit = self.config.rollout.max_logprob_gap
+        gap = metrics.get("rollout_gap_max", metrics.get("actor_rollout_gap_max", 0.0))
+        if limit is None or gap <= limit:
+            return
+        step = self.state.step + 1
+        message = f"step {step}: engine and actor log-probs differ by up to {gap:.3e}, rollout.max_logprob_gap is {limit:.3e}"
         if self.config.rollout.logprob_gap_action == "stop":
             raise UserError(f"{message}; nothing was updated")
         if self.recorder:
@@ -200,7 +206,7 @@ class Trainer:
         if result.applied:
             metrics[names.GRAD_NORM] = result.applied[-1].grad_norm
             metrics["optimizer/lr"] = self.session.actor.optimizer.param_groups[0]["lr"]
-        renamed = {"loss": names.LOSS, "actor_rollout_gap_max": names.LOGPROB_GAP}
+        renamed = {"loss": names.LOSS, "rollout_gap_max": names.LOGPROB_GAP}
         return metrics | {renamed.get(name, f"policy/{name}"): value for name, value in result.metrics.items()}
 
     def _record(self, step: int, metrics: dict[str, float], rollouts: StepRollouts | None = None) -> None:

@@ -43,7 +43,7 @@ class CheckpointManager:
         dist.barrier()
         strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), actor.model.groups.dp, True)
         with megatron_region():
-            dist_checkpointing.save(_sharded_state(actor, is_loading=False), str(partial), strategy, content_metadata=SHARDING)
+            dist_checkpointing.save(_sharded_state(actor, is_loading=False), str(partial), strategy, content_metadata=dict(SHARDING))
         dist.barrier()
         if dist.get_rank() == 0:
             copy_hf_files(self.hf_folder, partial / "hf_files")
@@ -74,5 +74,6 @@ class CheckpointManager:
 
 
 def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
-    model = actor.model.module.sharded_state_dict(metadata=SHARDING)
-    return {"model": model, "optimizer": actor.optimizer.sharded_state_dict({"model": model}, is_loading=is_loading, metadata=SHARDING)}
+    metadata = dict(SHARDING)  # a copy: Megatron adds this run's process groups to it
+    model = actor.model.module.sharded_state_dict(metadata=metadata)
+    return {"model": model, "optimizer": actor.optimizer.sharded_state_dict({"model": model}, is_loading=is_loading, metadata=metadata)}

@@ -20,6 +20,7 @@ def _quiet_imports() -> None:
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecating ShardedTensor")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.")
 
 
 def setup() -> torch.device:

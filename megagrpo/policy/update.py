@@ -122,11 +122,14 @@ class PolicyUpdater:
                 loss = PolicyLoss(self.actor.model, self.algorithm, self.temperature, terms, rows, reference)
                 metrics = self._all_gather_metrics(self.actor.forward_backward(mini_batch.batches, loss))
                 if before_apply is not None:
-                    before_apply(finalize_metrics(metrics))
+                    before_apply(finalize_metrics(merge_metrics([mismatch, metrics])))
                 applied.append(self.actor.apply_gradients(learning_rate(len(applied))))
                 collected.append(metrics)
                 trained_tokens += sum(lengths[key] for key in mini_batch.keys)
         metrics = finalize_metrics(merge_metrics([*collected, before, mismatch]))
+        if collected:
+            first = finalize_metrics(collected[0])
+            metrics.setdefault("rollout_gap_max", first["actor_rollout_gap_max"])  # where the engine's log-probs are the old ones
         if "ref_kl" in metrics:
             self.algorithm.update_kl(metrics["ref_kl"])
         return UpdateResult({**metrics, **{name: float(count) for name, count in counters.items()}}, applied, trained_tokens)

@@ -21,7 +21,7 @@ VARIANTS = {
     "adaptive_kl": ["algorithm.kl.coef=0.1", "algorithm.kl.adaptive_target=1.0e-6"],
     "corrected": ["algorithm.correction.importance=token", "algorithm.correction.band_low=0.5", "algorithm.correction.band_high=2.0"],
     "rejecting": ["algorithm.correction.reject=geometric", "algorithm.correction.reject_low=0.9", "algorithm.correction.reject_high=1.1"],
-    "gspo": ["algorithm.preset=gspo", "update.epochs_per_step=2", "algorithm.kl.coef=0"],
+    "gspo": ["algorithm.preset=gspo", "update.epochs_per_step=2", "algorithm.clip_low=0.2", "algorithm.clip_high=0.2"],
     "entropy": ["algorithm.entropy_coef=0.01"],
     "bf16": ["precision.recipe=bf16", "rollout.max_logprob_gap=null"],
     "dapo": ["algorithm.preset=dapo", "algorithm.kl.coef=0", "algorithm.dynamic_sampling.max_refills=2"],
