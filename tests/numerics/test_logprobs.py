@@ -106,6 +106,22 @@ def test_bfloat16_inputs_have_float32_statistics(tile_shape):
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: there the GEMMs keep float32 results of bfloat16 operands")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_gives_the_dense_values_and_gradients(dtype):
+    """Tolerance for gradients: the logit gradient is rounded to the operands' type before the GEMMs, 2^-8 for bfloat16."""
+    hidden, weight, targets = (tensor.detach().cuda() for tensor in inputs(7, dtype))
+    exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    ours, expected = fused(hidden.requires_grad_(), weight.requires_grad_(), targets, 0.7), dense(*exact, targets, 0.7)
+    for left, right in zip(ours, expected, strict=True):
+        torch.testing.assert_close(left.double(), right, rtol=1e-5, atol=1e-5)
+    (ours[0].sum() + ours[1].sum()).backward()
+    (expected[0].sum() + expected[1].sum()).backward()
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    for left, right in zip((hidden, weight), exact, strict=True):
+        torch.testing.assert_close(left.grad.double(), right.grad, rtol=tolerance, atol=tolerance)
+
+
 def test_uniform_logits_have_the_entropy_of_the_uniform_distribution():
     hidden = torch.zeros(3, HIDDEN)
     result = linear_logprobs(hidden, torch.ones(PADDED, HIDDEN), torch.zeros(3, dtype=torch.int64), vocab_size=VOCAB, compute_entropy=True)

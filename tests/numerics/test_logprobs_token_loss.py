@@ -117,6 +117,17 @@ def test_main_grad_is_added_to_and_the_hidden_gradient_carries_the_scale():
     assert weight.grad_added_to_main_grad and weight.grad.shape == weight.shape
 
 
+def test_a_low_precision_main_grad_gets_one_rounding_a_chunk():
+    """Its tile products are formed in float32: the error is that of adding at most 11 bfloat16 numbers, 2^-8 each."""
+    hidden, weight, targets = inputs(torch.float32)
+    weight.main_grad = torch.zeros(weight.shape, dtype=torch.bfloat16)
+    linear_token_loss(hidden, weight, targets, clipped_loss, vocab_size=VOCAB, temperature=0.8).loss.backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    dense_loss(*exact, targets, False).backward()
+    torch.testing.assert_close(weight.main_grad.double(), exact[1].grad, rtol=2e-2, atol=2e-3)
+    assert weight.grad is None
+
+
 def test_a_factor_that_main_grad_does_not_hold_is_refused():
     hidden, weight, targets = inputs()
     weight.main_grad = torch.zeros_like(weight)
