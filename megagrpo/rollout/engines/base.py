@@ -1,4 +1,4 @@
-"""The contract of a rollout engine. Its test suite is tests/contracts/test_engine_contract.py."""
+"""The contract of a rollout engine. Its tests are tests/contracts/test_engine_contract.py and test_engine_update_contract.py."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
