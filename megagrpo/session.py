@@ -77,7 +77,7 @@ def build_session(config: Config, device: torch.device) -> Session:
         transformer_config = build_transformer_config(hf, groups, precision, config.parallel.sp, config.update.recompute)
         return load_stage_model(config.model.path, hf, transformer_config, groups, device, use_te)
 
-    actor = Actor(load_model(), config.optimizer)
+    actor = Actor(load_model(), config.optimizer, config.parallel.overlap_grad_reduce, config.parallel.overlap_param_gather)
     if not is_megatron_checkpoint(config.model.path):
         check_no_unknown_tensors(actor.model, config.model.path)
     reference = Reference(load_model()) if algorithm.needs_reference else None
@@ -88,6 +88,7 @@ def build_session(config: Config, device: torch.device) -> Session:
         config.update.packing,
         config.update.share_prompts and not use_te,
         layout.min_microbatches,
+        layout.microbatch_multiple,
         sequence_alignment(config.parallel, use_te),
     )
     builder = MicroBatchBuilder(device, rules, pad_token_id, use_te, layout.cp, groups.cp_rank)

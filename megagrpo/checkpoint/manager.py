@@ -41,7 +41,7 @@ class CheckpointManager:
                 shutil.rmtree(leftover)
             partial.mkdir(parents=True)
         dist.barrier()
-        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), actor.model.groups.dp, True)
+        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), actor.model.groups.dp_cp, True)
         with megatron_region():
             dist_checkpointing.save(_sharded_state(actor, is_loading=False), str(partial), strategy, content_metadata=dict(SHARDING))
         dist.barrier()
@@ -65,15 +65,15 @@ class CheckpointManager:
 
     def load(self, path: Path, actor: Actor) -> TrainerState:
         """Read model, optimizer and position, in any layout. Collective over all ranks."""
-        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), actor.model.groups.dp)
+        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), actor.model.groups.dp_cp)
         with megatron_region():
             state = dist_checkpointing.load(_sharded_state(actor, is_loading=True), str(path), strategy)
-            actor.model.module.load_state_dict(state["model"])
+            actor.model.load_state_dict(state["model"])
             actor.optimizer.load_state_dict(state["optimizer"])
         return TrainerState.load(path / "trainer_state.json")
 
 
 def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
     metadata = dict(SHARDING)  # a copy: Megatron adds this run's process groups to it
-    model = actor.model.module.sharded_state_dict(metadata=metadata)
+    model = actor.model.sharded_state_dict(metadata=metadata)
     return {"model": model, "optimizer": actor.optimizer.sharded_state_dict({"model": model}, is_loading=is_loading, metadata=metadata)}

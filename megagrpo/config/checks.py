@@ -5,6 +5,7 @@ Imports no torch. `parallel/layout.py` stands above this package, but is pure ar
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from megagrpo.config.files import check_files, read_hf_config
@@ -54,7 +55,8 @@ def check_config(config: Config, world_size: int, hf_config: Mapping[str, Any] |
 
 def build_layout(config: Config, world_size: int) -> ParallelLayout:
     """Return the layout that `parallel:` asks for on `world_size` ranks; whether it divides is not checked here."""
-    return ParallelLayout(world_size=world_size, tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
+    sizes = config.parallel.model_dump(include={field.name for field in fields(ParallelLayout)})
+    return ParallelLayout(world_size=world_size, **sizes)
 
 
 def token_alignment(parallel: ParallelConfig, recipe: str) -> int:
@@ -82,6 +84,8 @@ def _check_layout(config: Config, world_size: int, hf_config: Mapping[str, Any] 
         yield f"parallel: {problems[-1]}{works}"
     if config.parallel.sp and config.parallel.tp == 1:
         yield "parallel.sp: true: shards activations over tp, which is 1; it needs tp > 1"
+    if config.parallel.overlap_param_gather and not config.parallel.overlap_grad_reduce:
+        yield "parallel.overlap_param_gather: true: needs overlap_grad_reduce: true, whose buckets it gathers"
 
 
 def _check_batch(config: Config, world_size: int) -> Iterator[str]:

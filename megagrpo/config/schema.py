@@ -51,7 +51,13 @@ class ParallelConfig(Section):
 
     tp: PositiveInt = Field(1, description="tensor parallel size")
     pp: PositiveInt = Field(1, description="pipeline parallel size")
+    vpp: Annotated[int, Field(ge=2)] | None = Field(None, description="model chunks per pipeline stage (interleaved schedule)")
+    layers_first_stage: PositiveInt | None = Field(None, description="layers of the first stage, where it has others than the middle ones")
+    layers_last_stage: PositiveInt | None = Field(None, description="layers of the last stage, where it has others than the middle ones")
+    pipeline_layout: str | None = Field(None, description="every chunk written out, as Et|tt|ttL: E embedding, t layer, L loss")
     cp: PositiveInt = Field(1, description="context parallel size: the tokens of a micro-batch are shared out")
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients while the last micro-batch's backward runs")
+    overlap_param_gather: bool = Field(False, description="gather updated weights while the next forward runs; needs overlap_grad_reduce")
     sp: bool = Field(False, description="sequence parallel (activations between TP regions sharded over tp)")
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megagrpo.errors import UserError
-
 _applied = False
 
 
@@ -78,13 +76,14 @@ def prime_torch_adamw(optimizer: Any) -> None:
                 inner.state[param] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
 
 
-def check_pipeline_flags(pp: int, vpp: int | None, overlap_p2p_comm: bool, batch_p2p_comm: bool) -> None:
-    """Refuse the interleaved schedule on two stages with batched p2p: both directions pair up wrongly and gradients are garbage.
+def check_pipeline_flags(config: Any) -> None:
+    """Assert that the interleaved schedule on two stages does not batch p2p: both directions pair up wrongly and gradients are garbage.
 
-    Raises:
-        UserError: pp == 2 with virtual stages and batched p2p communication.
+    With two stages the previous and the next rank are the same one, and a batch sends both directions over one group: what was meant as
+    an activation is received as a gradient (p2p_communication._batched_p2p_ops). Unbatched, one direction goes over another group.
+
+    Args:
+        config: TransformerConfig.
     """
-    if vpp and vpp > 1 and pp == 2 and batch_p2p_comm and not overlap_p2p_comm:
-        raise UserError(
-            "parallel.vpp: with pp = 2 needs overlap_p2p_comm=True and batch_p2p_comm=False (batched p2p gives wrong gradients)"
-        )
+    two_interleaved = config.virtual_pipeline_model_parallel_size is not None and config.pipeline_model_parallel_size == 2
+    assert not (two_interleaved and config.batch_p2p_comm), "vpp on two stages needs batch_p2p_comm=False: batched p2p mixes directions up"

@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megagrpo.config.model_folder import is_megatron_checkpoint
 from megagrpo.device.device import has_cuda, megatron_region
+from megagrpo.device.megatron_fixes import check_pipeline_flags
 from megagrpo.models import families
 from megagrpo.models.family import FAMILIES, HFConfig
 from megagrpo.models.hf_files import load_hf_weights
@@ -21,6 +22,7 @@ from megagrpo.models.rope import PositionedRotaryEmbedding
 from megagrpo.models.rules import Dimensions, ParameterRule, RuleTable, split
 from megagrpo.models.spec import build_block_spec, canonical_name
 from megagrpo.parallel.groups import ParallelGroups
+from megagrpo.parallel.layout import ParallelLayout
 
 # The vocabulary is padded to a multiple of this and of tp, so that all usual tp sizes share one padded size and a checkpoint
 # written in one layout has the shapes of the others.
@@ -31,7 +33,7 @@ VOCAB_MULTIPLE = 16
 class StageModel:
     """This rank's part of a model, and what is needed to read its parameters as HF tensors."""
 
-    module: GPTModel
+    chunks: tuple[GPTModel, ...]  # one, or several under interleaving; in the order in which the stage runs them
     hf: HFConfig
     config: TransformerConfig
     dims: Dimensions
@@ -45,12 +47,13 @@ class StageModel:
 
     def named_rules(self) -> list[tuple[str, ParameterRule, int | None, torch.nn.Parameter]]:
         """Return (canonical name, rule, global layer or None, parameter) of every parameter of this stage."""
-        layers = self.module.decoder.layers
-        first_layer = layers[0].layer_number - 1 if len(layers) else 0
         rows = []
-        for name, parameter in self.module.named_parameters():
-            canonical = canonical_name(name, first_layer)
-            rows.append((canonical, *self.rules.find(canonical), parameter))
+        for chunk in self.chunks:
+            layers = chunk.decoder.layers
+            first_layer = layers[0].layer_number - 1 if len(layers) else 0
+            for name, parameter in chunk.named_parameters():
+                canonical = canonical_name(name, first_layer)
+                rows.append((canonical, *self.rules.find(canonical), parameter))
         return rows
 
     def hf_slices(self) -> dict[str, torch.Tensor]:
@@ -65,9 +68,18 @@ class StageModel:
     @property
     def output_weight(self) -> torch.Tensor:
         """The vocabulary-parallel output weight [Vp, H] of the last stage."""
-        if self.module.share_embeddings_and_output_weights:
-            return self.module.shared_embedding_or_output_weight()
-        return self.module.output_layer.weight
+        if self.chunks[-1].share_embeddings_and_output_weights:
+            return self.chunks[-1].shared_embedding_or_output_weight()
+        return self.chunks[-1].output_layer.weight
+
+    def sharded_state_dict(self, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return what a distributed checkpoint holds of this stage. Shards carry global names, so any layout reads them."""
+        return {f"chunk_{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(self.chunks)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take in what was loaded in the form of `sharded_state_dict`."""
+        for number, chunk in enumerate(self.chunks):
+            chunk.load_state_dict(state[f"chunk_{number}"])
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -101,6 +113,7 @@ def build_transformer_config(
         "tensor_model_parallel_size": groups.tp.size(),
         "pipeline_model_parallel_size": groups.pp.size(),
         "context_parallel_size": groups.cp.size(),
+        **pipeline_fields(groups.layout, hf.num_layers),
         "sequence_parallel": sp,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asserts it, for dense models too
@@ -119,31 +132,55 @@ def build_transformer_config(
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":
         fields |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return TransformerConfig(**{**fields, **overrides})
+    config = TransformerConfig(**{**fields, **overrides})
+    check_pipeline_flags(config)
+    return config
+
+
+def pipeline_fields(layout: ParallelLayout, num_layers: int) -> dict[str, Any]:
+    """Return the TransformerConfig fields that cut the layers into pipeline chunks; any split is written out."""
+    if layout.pp == 1:
+        return {}
+    chunks = [["decoder"] * layers for layers in layout.chunk_layers(num_layers)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return {
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "pipeline_model_parallel_layout": chunks,
+        # Batched p2p gives wrong gradients under interleaving on two stages, see `check_pipeline_flags`.
+        "overlap_p2p_comm": layout.vpp is not None,
+        "batch_p2p_comm": layout.vpp is None,
+    }
 
 
 def build_stage_model(hf: HFConfig, config: TransformerConfig, groups: ParallelGroups, device: torch.device, use_te: bool) -> StageModel:
-    """Build this rank's GPTModel with untouched (random) weights. Its output is hidden states, see `return_hidden_states`."""
+    """Build this rank's GPTModel chunks with untouched (random) weights. Their output is hidden states, see `return_hidden_states`."""
     families.load_all()
     dims = Dimensions(
         hf.num_attention_heads, hf.num_query_groups, hf.head_dim, hf.vocab_size, padded_vocab_size(hf.vocab_size, groups.tp.size())
     )
-    with megatron_region():
-        module = GPTModel(
-            config=config,
-            transformer_layer_spec=build_block_spec(config, use_te),
-            vocab_size=dims.padded_vocab_size,
-            max_sequence_length=hf.max_position_embeddings,
-            pre_process=groups.is_first_stage,
-            post_process=groups.is_last_stage,
-            parallel_output=True,
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            position_embedding_type="rope",
-        ).to(device)
-    module.rotary_pos_emb = PositionedRotaryEmbedding(hf, device)
+    last = (groups.layout.vpp or 1) - 1
+    chunks = []
+    for number in range(last + 1):
+        vp_stage = number if last else None
+        with megatron_region():
+            chunk = GPTModel(
+                config=config,
+                transformer_layer_spec=build_block_spec(config, use_te, vp_stage),
+                vocab_size=dims.padded_vocab_size,
+                max_sequence_length=hf.max_position_embeddings,
+                pre_process=groups.is_first_stage and number == 0,
+                post_process=groups.is_last_stage and number == last,
+                parallel_output=True,
+                share_embeddings_and_output_weights=hf.tie_word_embeddings,
+                position_embedding_type="rope",
+                vp_stage=vp_stage,
+            ).to(device)
+        chunk.rotary_pos_emb = PositionedRotaryEmbedding(hf, device)
+        chunks.append(chunk)
     if groups.is_last_stage:
-        return_hidden_states(module)
-    model = StageModel(module, hf, config, dims, RuleTable(FAMILIES.get(hf.model_type).parameter_rules(hf)), groups)
+        return_hidden_states(chunks[-1])
+    model = StageModel(tuple(chunks), hf, config, dims, RuleTable(FAMILIES.get(hf.model_type).parameter_rules(hf)), groups)
     mark_split_parameters(model)
     return model
 
@@ -160,7 +197,7 @@ def mark_split_parameters(model: StageModel) -> None:
 
 
 def return_hidden_states(module: GPTModel) -> None:
-    """Make the last stage return hidden states [1, T, H] instead of logits: the log-prob op multiplies only the rows it needs.
+    """Make the last chunk return hidden states [1, T, H] instead of logits: the log-prob op multiplies only the rows it needs.
 
     Only the output layer's `forward` is replaced, on the instance: its weight, tied weight and sharded state dict stay as they are.
     """

@@ -30,7 +30,7 @@ def copy_hf_files(source: Path, target: Path) -> None:
 def save_megatron_model(model: "StageModel", folder: Path) -> None:
     """Write the model's shards into an empty folder. Collective over all ranks."""
     with megatron_region():
-        state = {"model": model.module.sharded_state_dict()}
+        state = {"model": model.sharded_state_dict()}
         dist_checkpointing.save(state, str(folder), get_default_save_sharded_strategy())
 
 
@@ -42,8 +42,8 @@ def load_megatron_model(model: "StageModel", folder: Path) -> None:
     """
     with megatron_region():
         try:
-            state = dist_checkpointing.load({"model": model.module.sharded_state_dict()}, str(folder))
+            state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
         except Exception as error:  # Megatron, torch.distributed.checkpoint and pickle raise a dozen types by what is wrong
             cause = " ".join(str(error).split())[:300]
             raise UserError(f"{folder}: not a checkpoint of this model, or damaged: {type(error).__name__}: {cause}") from error
-        model.module.load_state_dict(state["model"])
+        model.load_state_dict(state["model"])

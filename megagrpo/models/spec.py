@@ -56,8 +56,8 @@ def uses_transformer_engine(choice: AttentionChoice) -> bool:
     return choice != "local" and not missing
 
 
-def build_block_spec(config: TransformerConfig, use_te: bool) -> TransformerBlockSubmodules:
-    """Return the spec of this stage's layers and of the final norm."""
+def build_block_spec(config: TransformerConfig, use_te: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Return the spec of the layers of this stage (of its chunk `vp_stage` under interleaving) and of the final norm."""
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -65,7 +65,7 @@ def build_block_spec(config: TransformerConfig, use_te: bool) -> TransformerBloc
         layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
     else:
         layer, norm = _local_layer_spec(config), RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
 
 
 def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:

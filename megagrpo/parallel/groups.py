@@ -19,6 +19,7 @@ _starts = itertools.count()
 class ParallelGroups:
     """The groups that this rank belongs to, and its place in each."""
 
+    layout: ParallelLayout
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
     cp: dist.ProcessGroup
@@ -62,12 +63,14 @@ def build_groups(layout: ParallelLayout, timeout_seconds: int) -> ParallelGroups
     parallel_state.initialize_model_parallel(
         layout.tp,
         layout.pp,
+        layout.vpp,
         context_parallel_size=layout.cp,
         distributed_timeout_minutes=max(1, timeout_seconds // 60),
     )
     # Megatron forks this tracker for dropout and recompute; nothing in a run draws from it, so its seed is not a setting.
     model_parallel_cuda_manual_seed(0)
     return ParallelGroups(
+        layout=layout,
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),

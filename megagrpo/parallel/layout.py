@@ -1,4 +1,4 @@
-"""The rank grid as pure arithmetic: which rank holds which shard. Imports nothing of ours and no torch.
+"""The rank grid as pure arithmetic: which rank holds which shard. Imports no torch.
 
 Order of the axes, fastest first: tp, cp, dp, pp (Megatron-core's default `tp-cp-ep-dp-pp` without an expert axis). Experts have a grid
 of their own over the same ranks: tp, ep, expert dp, pp.
@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from megagrpo.parallel.stages import check_pipeline_layout, check_split, expand_pipeline_layout, split_layers
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class ParallelLayout:
     cp: int = 1
     ep: int = 1
     vpp: int | None = None  # model chunks per pipeline stage; None: no interleaving
+    layers_first_stage: int | None = None  # None: as many as the other stages
+    layers_last_stage: int | None = None
+    pipeline_layout: str | None = None  # every chunk written out, see stages.py
 
     @property
     def model_size(self) -> int:
@@ -60,6 +65,17 @@ class ParallelLayout:
         make the matrix products thin.
         """
         return 1 if self.pp == 1 else 2 * self.pp
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """What the number of micro-batches must be a multiple of: the interleaved schedule runs them in rounds of pp."""
+        return 1 if self.vpp is None else self.pp
+
+    def chunk_layers(self, num_layers: int) -> list[int]:
+        """Return the layers of each of the pp * vpp model chunks, in the model's order; chunk k is on stage k % pp."""
+        if self.pipeline_layout is not None:
+            return [chunk.count("t") for chunk in expand_pipeline_layout(self.pipeline_layout)]
+        return split_layers(num_layers, self.pp, self.vpp or 1, self.layers_first_stage, self.layers_last_stage)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return where `rank` stands. Raises ValueError for a rank outside the world."""
@@ -101,14 +117,11 @@ class ParallelLayout:
         return problems + self._validate_model(hf_config or {})
 
     def _validate_model(self, hf_config: Mapping[str, Any]) -> list[str]:
-        chunks = self.pp * (self.vpp or 1)
-        stages = f"pp {self.pp}" if self.vpp is None else f"pp {self.pp} * vpp {self.vpp} = {chunks}"
         dense_ffn = hf_config.get("moe_intermediate_size") or hf_config.get("intermediate_size")
         dividends = [
             (hf_config.get("num_attention_heads"), "attention heads", self.tp, f"tp {self.tp}"),
             (hf_config.get("num_key_value_heads"), "key-value heads", self.tp, f"tp {self.tp}"),
             (dense_ffn, "feed-forward columns", self.tp, f"tp {self.tp}"),
-            (hf_config.get("num_hidden_layers"), "layers", chunks, stages),
             (hf_config.get("num_experts"), "experts", self.ep, f"ep {self.ep}"),
         ]
         problems = [
@@ -116,16 +129,29 @@ class ParallelLayout:
             for count, what, size, divisor in dividends
             if isinstance(count, int) and count % size
         ]
+        problems += self._validate_stages(hf_config.get("num_hidden_layers"))
         if self.ep > 1 and hf_config and "num_experts" not in hf_config:
             problems.append(f"ep {self.ep}: the model has no experts")
         if self.vpp is not None and self.pp == 1:
             problems.append(f"vpp {self.vpp} needs pp > 1")
         return problems
 
+    def _validate_stages(self, num_layers: object) -> list[str]:
+        layers = num_layers if isinstance(num_layers, int) else None
+        if self.pipeline_layout is None:
+            if layers is None:
+                return []
+            return list(check_split(layers, self.pp, self.vpp, self.layers_first_stage, self.layers_last_stage))
+        problems = list(check_pipeline_layout(self.pipeline_layout, layers, self.pp, self.vpp))
+        if self.layers_first_stage is not None or self.layers_last_stage is not None:
+            problems.append("pipeline_layout says how many layers each stage has; leave layers_first_stage and layers_last_stage out")
+        return problems
+
     def nearest_valid(self, hf_config: Mapping[str, Any] | None = None, count: int = 3) -> list["ParallelLayout"]:
         """Return up to `count` layouts of the same world that work, nearest first (fewest doublings of tp and pp away)."""
         sizes = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
-        candidates = [replace(self, tp=tp, pp=pp, vpp=self.vpp if pp > 1 else None) for tp in sizes for pp in sizes]
+        even = replace(self, layers_first_stage=None, layers_last_stage=None, pipeline_layout=None)
+        candidates = [replace(even, tp=tp, pp=pp, vpp=self.vpp if pp > 1 else None) for tp in sizes for pp in sizes]
         valid = [layout for layout in candidates if not layout.validate(hf_config)]
         return sorted(valid, key=self._distance)[:count]
 

@@ -54,14 +54,18 @@ def _max_microbatches(config: Config, groups: int, layout: ParallelLayout, budge
     """
     prompt, new, completions = config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.rollout.completions_per_prompt
     sequences, dp = groups * completions, layout.dp
+
+    def round_up(count: int) -> int:
+        return count + -count % layout.microbatch_multiple
+
     if not config.update.packing:
-        return -(-sequences // dp)
+        return round_up(-(-sequences // dp))
     bounds = [layout.min_microbatches, -(-sequences // (dp * (budget // (prompt + new))))]
     if config.update.share_prompts:
         together = min(completions, (budget - prompt) // new)
         trees = groups * -(-completions // together)
         bounds.append(-(-trees // (dp * (budget // (prompt + together * new)))))
-    return max(bounds)
+    return round_up(max(bounds))
 
 
 def print_dry_run(config: Config, world_size: int) -> None:

@@ -28,18 +28,34 @@ class AppliedUpdate:
 
 
 class Actor:
-    """A StageModel with gradients: Megatron's DDP and distributed optimizer around it."""
+    """A StageModel with gradients: Megatron's DDP around each chunk, one distributed optimizer."""
 
-    def __init__(self, model: StageModel, optimizer: OptimizerConfig):
+    def __init__(
+        self, model: StageModel, optimizer: OptimizerConfig, overlap_grad_reduce: bool = False, overlap_param_gather: bool = False
+    ):
+        """
+        Args:
+            overlap_grad_reduce: reduce gradients bucket by bucket while the last micro-batch's backward runs.
+            overlap_param_gather: gather updated weights while the next forward runs; see `gather_parameters`.
+        """
         self.model = model
         self.clip_grad = optimizer.clip_grad
+        self.overlap_param_gather = overlap_param_gather
         # Sums only: `calculate_per_token_loss` turns DDP's averaging off, and the token count that Megatron would divide by is
         # dropped here, since the token weights of the loss hold the one global denominator.
         model.config.finalize_model_grads_func = lambda modules, count, **groups: finalize_model_grads(modules, None, **groups)
         with megatron_region():
-            self.module = DistributedDataParallel(
-                model.config, DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True), model.module
+            ddp_config = DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=overlap_grad_reduce,
+                overlap_param_gather=overlap_param_gather,
             )
+            # As Megatron's own trainer does: later chunks are one bucket each, their reduction overlaps with that of other chunks.
+            self.chunks = [
+                DistributedDataParallel(model.config, ddp_config, chunk, disable_bucketing=number > 0)
+                for number, chunk in enumerate(model.chunks)
+            ]
             self.optimizer = get_megatron_optimizer(
                 MegatronOptimizerConfig(
                     optimizer="adam",
@@ -54,23 +70,27 @@ class Actor:
                     bf16=model.config.bf16,
                     params_dtype=model.config.params_dtype,
                 ),
-                [self.module],
+                self.chunks,
             )
             prime_torch_adamw(self.optimizer)
         model.config.grad_scale_func = self.optimizer.scale_loss
+        if overlap_grad_reduce:  # micro-batches before the last accumulate without reducing
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[torch.Tensor]:
         """Return log-probs [R] per micro-batch, without gradients; empty on stages other than the last."""
-        return compute_logprobs(self.model, self.module, batches, temperature)
+        return compute_logprobs(self.model, self.chunks, batches, temperature)
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Accumulate the gradients of the summed loss of `batches` and reduce them over data parallel ranks.
 
         Collective over all ranks. Returns what `loss` gave to collect per micro-batch; empty on stages other than the last.
         """
-        self.module.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return run_schedule(self.model, self.module, batches, loss, forward_only=False)
+        return run_schedule(self.model, self.chunks, batches, loss, forward_only=False)
 
     def apply_gradients(self, lr: float) -> AppliedUpdate:
         """Clip and step; a gradient that is not finite skips the update. The norm is global, so all ranks decide alike.
@@ -90,3 +110,14 @@ class Actor:
                         clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=grad_norm)
             self.optimizer.step_with_ready_grads()
         return AppliedUpdate(grad_norm, applied=True)
+
+    def gather_parameters(self) -> None:
+        """Complete this rank's parameters after the last update of a step; whoever reads them outside a forward needs that.
+
+        Collective over the ranks that hold the same parameters. With `overlap_param_gather` an update leaves the other ranks' parts stale
+        until the next forward gathers them; weights that are published or saved before would be silently old.
+        """
+        if self.overlap_param_gather:
+            with megatron_region():
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)

@@ -45,13 +45,13 @@ def row_logprobs(
 
 
 def run_schedule(
-    model: StageModel, module: torch.nn.Module, batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool
+    model: StageModel, chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool
 ) -> list[Any]:
     """Run Megatron's pipeline schedule. Collective over the model parallel ranks; every rank passes as many micro-batches.
 
     Args:
         model: the stage.
-        module: the stage's module as it is run: bare, or wrapped for data parallelism.
+        chunks: the stage's chunks as they are run: bare, or wrapped for data parallelism.
         batches: this replica's micro-batches.
         loss: on the last stage, called with each micro-batch and its output. With `forward_only` its result is collected;
             otherwise it returns (summed loss, anything to collect).
@@ -60,9 +60,9 @@ def run_schedule(
         What `loss` gave to collect, per micro-batch; an empty list on other stages.
     """
 
-    def forward_step(iterator: Any, stage: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+    def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         batch = next(iterator)
-        output = stage(batch.tokens, None, None, packed_seq_params=batch.packed)
+        output = chunk(batch.tokens, None, None, packed_seq_params=batch.packed)
         return output, partial(_on_output, batch)
 
     def _on_output(batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = False) -> Any:
@@ -74,8 +74,8 @@ def run_schedule(
     with megatron_region(), torch.set_grad_enabled(not forward_only):
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=module,
+            data_iterator=[iter(batches) for _ in chunks],
+            model=list(chunks),
             num_microbatches=len(batches),
             seq_length=1,  # not used: lengths vary and are sent with the activations
             micro_batch_size=1,
@@ -84,10 +84,12 @@ def run_schedule(
         )
 
 
-def compute_logprobs(model: StageModel, module: torch.nn.Module, batches: Sequence[MicroBatch], temperature: float) -> list[torch.Tensor]:
+def compute_logprobs(
+    model: StageModel, chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], temperature: float
+) -> list[torch.Tensor]:
     """Return the log-probs [R] of each micro-batch, without gradients. Empty on stages other than the last."""
 
     def score(batch: MicroBatch, output: torch.Tensor) -> torch.Tensor:
         return row_logprobs(model, loss_rows(model, output, batch), batch.targets, temperature).logprobs
 
-    return run_schedule(model, module, batches, score, forward_only=True)
+    return run_schedule(model, chunks, batches, score, forward_only=True)

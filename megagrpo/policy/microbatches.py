@@ -47,6 +47,7 @@ class PackingRules:
     packing: bool = True
     share_prompts: bool = True
     min_microbatches: int = 1  # per data parallel rank, where there are enough trees: fills the pipeline
+    microbatch_multiple: int = 1  # micro-batches per data parallel rank are a multiple of this (empty ones fill up)
     sequence_alignment: int = 1  # each tree is padded to a multiple of this, a divisor of `alignment`
 
     @property
@@ -79,7 +80,7 @@ def plan_microbatches(samples: Sequence[SampleSize], dp: int, rules: PackingRule
         bins = _pack(trees, dp, rules, hidden_size)
     else:
         bins = [[tree] for tree in trees]
-        bins += [[] for _ in range(-len(bins) % dp)]
+        bins += [[] for _ in range(-len(bins) % (dp * rules.microbatch_multiple))]
     return _assign(bins, dp, hidden_size)
 
 
@@ -126,10 +127,11 @@ def _split_for(trees: list[TreePlan], samples: Sequence[SampleSize], rules: Pack
 
 
 def _pack(trees: list[TreePlan], dp: int, rules: PackingRules, hidden_size: int) -> list[list[TreePlan]]:
-    """Fill dp * m bins, heaviest tree first into the cheapest bin that has room, with the smallest m that works."""
+    """Fill dp * m bins, heaviest tree first into the cheapest bin that has room, with the smallest m of the multiples that works."""
     ordered = sorted(trees, key=lambda tree: (-tree.cost(hidden_size), tree.samples))
     total = sum(tree.tokens for tree in trees)
     count = max(1, min(rules.min_microbatches, len(trees) // dp), -(-total // (rules.budget * dp)))
+    count += -count % rules.microbatch_multiple
     while True:
         bins: list[list[TreePlan]] = [[] for _ in range(dp * count)]
         costs, tokens = [0.0] * len(bins), [0] * len(bins)
@@ -143,7 +145,7 @@ def _pack(trees: list[TreePlan], dp: int, rules: PackingRules, hidden_size: int)
             tokens[target] += tree.tokens
         else:
             return bins
-        count += 1  # ends at the latest with one tree a bin: no tree is over the budget
+        count += rules.microbatch_multiple  # ends at the latest with one tree a bin: no tree is over the budget
 
 
 def _assign(bins: list[list[TreePlan]], dp: int, hidden_size: int) -> list[list[MicroBatchPlan]]:

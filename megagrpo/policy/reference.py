@@ -14,14 +14,15 @@ class Reference:
 
     def __init__(self, model: StageModel):
         self.model = model
-        model.module.requires_grad_(False)
-        model.module.eval()
+        for chunk in model.chunks:
+            chunk.requires_grad_(False)
+            chunk.eval()
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[torch.Tensor]:
         """Return log-probs [R] per micro-batch; empty on stages other than the last."""
-        return compute_logprobs(self.model, self.model.module, batches, temperature)
+        return compute_logprobs(self.model, self.model.chunks, batches, temperature)
 
     def hidden_rows(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return the hidden states [R, H] that the exact KL multiplies by the output weight; empty on stages other than the last."""
         rows = lambda batch, output: loss_rows(self.model, output, batch)  # noqa: E731
-        return run_schedule(self.model, self.model.module, batches, rows, forward_only=True)
+        return run_schedule(self.model, self.model.chunks, batches, rows, forward_only=True)

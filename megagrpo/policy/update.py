@@ -126,6 +126,7 @@ class PolicyUpdater:
                 applied.append(self.actor.apply_gradients(learning_rate(len(applied))))
                 collected.append(metrics)
                 trained_tokens += sum(lengths[key] for key in mini_batch.keys)
+        self.actor.gather_parameters()
         metrics = finalize_metrics(merge_metrics([*collected, before, mismatch]))
         if collected:
             first = finalize_metrics(collected[0])

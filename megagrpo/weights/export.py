@@ -104,11 +104,10 @@ class WeightExporter:
         """
         self.stats = ExportStats()
         slices = self.model.hf_slices()
-        dtype = next(iter(self.model.module.parameters())).dtype
-        device = next(iter(self.model.module.parameters())).device
+        parameter = next(self.model.chunks[0].parameters())
         groups = self.model.groups
         for bucket in self.buckets:
-            flat = torch.empty(self.model.tp, bucket.numel, dtype=dtype, device=device)
+            flat = torch.empty(self.model.tp, bucket.numel, dtype=parameter.dtype, device=parameter.device)
             if groups.pp_rank == bucket.stage:
                 torch.cat([slices[entry.name].reshape(-1) for entry in bucket.entries], out=flat[groups.tp_rank])
                 if self.model.tp > 1:

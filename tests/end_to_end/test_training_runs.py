@@ -92,14 +92,26 @@ def test_resume_in_the_same_layout_is_bit_equal(tp2_run, run_all, rows_of, tmp_p
 
 
 def test_resume_in_another_layout_goes_on_within_rounding(tp2_run, run_all, rows_of, tmp_path):
-    for name in ("pp2", "dp2"):
+    for name in ("pp2", "vpp2", "cp2", "dp2"):
         shutil.copytree(tp2_run, tmp_path / name)
         shutil.rmtree(tmp_path / name / "checkpoints" / "step_000006")
-    layouts = {"pp2": ["parallel.tp=1", "parallel.pp=2"], "dp2": ["parallel.tp=1"]}
-    run_all(2, {name: ["run.steps=4", *layout] for name, layout in layouts.items()}, root=tmp_path)
+    layouts = {
+        "pp2": ["parallel.pp=2"],
+        "vpp2": ["parallel.pp=2", "parallel.vpp=2", "checkpoint.every=4"],
+        "cp2": ["parallel.cp=2", "checkpoint.every=4"],
+        "dp2": ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"],
+    }
+    runs = {name: ["run.steps=4", "parallel.tp=1", *layout] for name, layout in layouts.items()}
+    swapped = {"vpp2": "cp2", "cp2": "vpp2"}  # each then goes on from what the other layout has saved
+    for name, other in swapped.items():
+        runs[f"{name} as {other}"] = [f"run.dir={tmp_path / name}", "run.steps=5", "parallel.tp=1", *layouts[other]]
+    run_all(2, runs, root=tmp_path)
+    for name in swapped:
+        assert rows_of(tmp_path / name)[5]["optimizer/grad_norm"] == pytest.approx(rows_of(tp2_run)[5]["optimizer/grad_norm"], rel=NOISE)
     for name in layouts:
         resumed, whole = rows_of(tmp_path / name)[4], rows_of(tp2_run)[4]
         assert resumed["reward/mean"] == whole["reward/mean"]  # the same weights and draws: the same completions
+        assert resumed["update/trained_tokens"] == whole["update/trained_tokens"]
         assert resumed["optimizer/grad_norm"] == pytest.approx(whole["optimizer/grad_norm"], rel=1e-4)
 
 

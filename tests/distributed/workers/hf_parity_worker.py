@@ -71,7 +71,7 @@ def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGrou
         builder = MicroBatchBuilder(DEVICE, rules, 0, False, groups.cp.size(), groups.cp_rank)
         batches = [builder.build(micro, samples.__getitem__) for micro in plan]
         assert all(batch.tokens.shape[1] * groups.cp.size() <= rules.max_tokens for batch in batches)
-        for batch, logprobs in zip(batches, compute_logprobs(model, model.module, batches, TEMPERATURE), strict=groups.is_last_stage):
+        for batch, logprobs in zip(batches, compute_logprobs(model, model.chunks, batches, TEMPERATURE), strict=groups.is_last_stage):
             for sequence, key in enumerate(batch.keys):
                 rows = batch.sequence_ids == sequence
                 gaps = (logprobs[rows].double() - expected[key][batch.positions[rows]]).abs()

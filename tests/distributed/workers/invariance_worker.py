@@ -1,6 +1,7 @@
 """Worker: three steps of GRPO give the dense float64 reference's losses, grad-norms and weights in every layout and packing.
 
-Arguments: model folder, file with the reference's result, then cases such as `tp2pp2sp:packed`.
+Arguments: model folder, file with the reference's result, then cases such as `tp2pp2sp:packed`: sizes of 1 may be left out (dp is what is
+left), `=` writes the pipeline chunks out.
 """
 
 import os
@@ -82,9 +83,11 @@ def relative(value: float, expected: float) -> float:
 
 
 def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> None:
-    sizes = {name: int(size) for name, size in re.findall(r"(tp|cp|pp)(\d+)", layout_name)}
-    layout = ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes)
-    sp, recompute = "sp" in layout_name, "full" if "recompute" in layout_name else "none"
+    sizes = {name: int(size) for name, size in re.findall(r"(tp|cp|(?<!v)pp|vpp)(\d+)", layout_name)}
+    uneven = {"layers_first_stage": 1} if "uneven" in layout_name else {}
+    written = {"pipeline_layout": layout_name.split("=")[1]} if "=" in layout_name else {}
+    layout = ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes, **uneven, **written)
+    sp, recompute = "sp" in layout_name, next((mode for mode in ("full", "selective") if mode in layout_name), "none")
     packing, share, max_tokens = PACKINGS[packing_name]
     config = make_config(folder, recompute)
     groups = build_groups(layout, timeout_seconds=120)
@@ -94,8 +97,16 @@ def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> 
         transformer_config = build_transformer_config(hf, groups, build_precision("fp32"), sp, recompute)
         return load_stage_model(str(folder), hf, transformer_config, groups, DEVICE, use_te=False)
 
-    actor, reference = Actor(load(), config.optimizer), Reference(load())
-    rules = PackingRules(max_tokens, token_alignment(ParallelConfig(**sizes, sp=sp), "fp32"), packing, share, layout.min_microbatches)
+    overlap = "overlap" in layout_name
+    actor, reference = Actor(load(), config.optimizer, overlap, overlap), Reference(load())
+    rules = PackingRules(
+        max_tokens,
+        token_alignment(ParallelConfig(**sizes, sp=sp), "fp32"),
+        packing,
+        share,
+        layout.min_microbatches,
+        layout.microbatch_multiple,
+    )
     updater = PolicyUpdater(
         config,
         actor,

@@ -75,6 +75,48 @@ def test_replicas_share_the_ranks_out(layout):
             {"num_experts": 8},
             ["ep 3 does not divide cp * dp = 1 * 4 = 4", "8 experts are not a multiple of ep 3: 8 / 3 = 2.66667"],
         ),
+        (
+            ParallelLayout(world_size=4, pp=4, layers_first_stage=5),
+            QWEN3,
+            ["28 layers - 5 (layers_first_stage) = 23 are not a multiple of 3 middle stages: 23 / 3 = 7.66667"],
+        ),
+        (
+            ParallelLayout(world_size=2, pp=2, layers_first_stage=13, layers_last_stage=14),
+            QWEN3,
+            ["28 layers - 13 (layers_first_stage) - 14 (layers_last_stage) = 1, but no stage is left for them"],
+        ),
+        (
+            ParallelLayout(world_size=4, pp=4, vpp=2, layers_first_stage=5, layers_last_stage=7),
+            QWEN3,
+            [
+                "layers_first_stage 5 is not a multiple of vpp 2: 5 / 2 = 2.5",
+                "layers_last_stage 7 is not a multiple of vpp 2: 7 / 2 = 3.5",
+            ],
+        ),
+        (ParallelLayout(world_size=1, layers_last_stage=3), QWEN3, ["layers_last_stage 3 needs pp > 1"]),
+        (
+            ParallelLayout(world_size=2, pp=2, vpp=2, pipeline_layout="Et*20|tttL"),
+            QWEN3,
+            [
+                "pipeline_layout 'Et*20|tttL': has 2 chunks, pp 2 * vpp 2 = 4",
+                "pipeline_layout 'Et*20|tttL': has 23 layers, the model 28",
+            ],
+        ),
+        (
+            ParallelLayout(world_size=2, pp=2, pipeline_layout="ttE|xL", layers_first_stage=3),
+            QWEN3,
+            [
+                "pipeline_layout 'ttE|xL': 'x' is not a layer; E is the embedding, t a layer, L the loss, | cuts",
+                "pipeline_layout says how many layers each stage has; leave layers_first_stage and layers_last_stage out",
+            ],
+        ),
+        (
+            ParallelLayout(world_size=2, pp=2, pipeline_layout="(t|)*1t*27EL"),
+            QWEN3,
+            ["pipeline_layout '(t|)*1t*27EL': must begin with its only E and end with its only L"],
+        ),
+        (ParallelLayout(world_size=4, pp=4, vpp=2, layers_first_stage=6, layers_last_stage=6), QWEN3, []),
+        (ParallelLayout(world_size=2, pp=2, vpp=2, pipeline_layout="Et*10|(t*9|)*2L"), QWEN3, []),
         (ParallelLayout(world_size=4, tp=2, pp=2), QWEN3, []),
     ],
 )
@@ -97,3 +139,25 @@ def test_the_grid_shows_replicas_and_stages():
 def test_indices_outside_the_grid_are_refused(call):
     with pytest.raises(ValueError, match=r"not in 0 \.\. "):
         call(ParallelLayout(world_size=4, tp=2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "chunks"),
+    [
+        (ParallelLayout(world_size=4, pp=4), 8, [2, 2, 2, 2]),
+        (ParallelLayout(world_size=2, pp=2, vpp=2), 8, [2, 2, 2, 2]),
+        (ParallelLayout(world_size=4, pp=4, layers_first_stage=1, layers_last_stage=3), 8, [1, 2, 2, 3]),
+        (ParallelLayout(world_size=2, pp=2, vpp=2, layers_last_stage=2), 8, [3, 1, 3, 1]),  # stages of 6 and 2 layers, in turns
+        (ParallelLayout(world_size=2, pp=2, vpp=2, pipeline_layout="E|(tt|)*2t*4L"), 8, [0, 2, 2, 4]),
+    ],
+)
+def test_layers_are_cut_into_chunks_in_the_models_order(layout, layers, chunks):
+    assert layout.validate({"num_hidden_layers": layers}) == []
+    assert layout.chunk_layers(layers) == chunks
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_even_chunks_hold_all_layers(pp, vpp, each):
+    layout = ParallelLayout(world_size=pp, pp=pp, vpp=vpp if pp > 1 else None)
+    layers = pp * vpp * each
+    assert sum(layout.chunk_layers(layers)) == layers

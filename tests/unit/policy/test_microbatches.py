@@ -71,3 +71,18 @@ def test_ranks_without_samples_get_empty_micro_batches():
 def test_a_sequence_over_the_budget_is_named_with_the_arithmetic():
     with pytest.raises(UserError, match=r"max_tokens_per_microbatch: 21 \(aligned: 20\).* 16 prompt \+ 5 completion tokens"):
         plan_microbatches([SampleSize(0, 16, 6)], 1, PackingRules(21, alignment=4), HIDDEN)
+
+
+def test_interleaved_schedules_get_a_multiple_of_their_stages():
+    """Three trees for two stages: the fourth micro-batch is empty, on every data parallel rank alike."""
+    sizes = [SampleSize(group, 20, 5) for group in range(3)]
+    for packing in (True, False):
+        plan = plan_microbatches(sizes, 1, PackingRules(30, packing=packing, microbatch_multiple=2), HIDDEN)
+        assert sorted(len(batch) for batch in plan[0]) == [0, 1, 1, 1]
+    plan = plan_microbatches(sizes * 2, 2, PackingRules(30, microbatch_multiple=4, share_prompts=False), HIDDEN)
+    assert [len(rank) for rank in plan] == [4, 4]
+
+
+def test_sequences_padded_by_themselves_count_with_their_padding():
+    plan = plan_microbatches([SampleSize(0, 3, 3), SampleSize(1, 2, 1)], 1, PackingRules(12, alignment=4, sequence_alignment=4), HIDDEN)
+    assert sorted(tree.tokens for batch in plan[0] for tree in batch) == [4, 8]
