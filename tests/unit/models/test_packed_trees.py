@@ -5,13 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo.device import device as device_module
-
-device_module.setup()
-
-from megagrpo.models.attention import PackedTreeAttention  # noqa: E402
-from megagrpo.models.packed import PackedTrees, Tree  # noqa: E402
-from megagrpo.parallel.token_shard import TokenShard  # noqa: E402
+from megagrpo.models.attention import PackedTreeAttention
+from megagrpo.models.packed import PackedTrees, Tree
+from megagrpo.parallel.token_shard import TokenShard
 
 HEADS, GROUPS, DIM = 4, 2, 8
 

@@ -1,0 +1,46 @@
+"""tools/: an HF folder becomes a Megatron checkpoint and comes back bit-equal; the checkpoint is a model.path too."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES = {
+    "quickstart_qwen3": None,
+    "llama": LlamaConfig(vocab_size=37, **SHAPE),
+    "qwen2": Qwen2Config(vocab_size=37, **SHAPE),
+}
+
+
+def tool(name, *arguments):
+    return subprocess.run([sys.executable, f"tools/{name}.py", *map(str, arguments)], capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversion_and_back_is_bit_equal(tmp_path, family):
+    source = Path("examples/quickstart/model")
+    if FAMILIES[family] is not None:
+        source = tmp_path / "source"
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(source)
+    for name, arguments in (
+        ("convert_hf_to_megatron", (source, tmp_path / "megatron")),
+        ("convert_megatron_to_hf", (tmp_path / "megatron", tmp_path / "back")),
+    ):
+        done = tool(name, *arguments)
+        assert done.returncode == 0, done.stderr
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+
+@pytest.mark.distributed
+def test_a_target_that_exists_is_refused_in_one_line(tmp_path):
+    done = tool("convert_megatron_to_hf", "examples/quickstart/model", tmp_path)
+    assert done.returncode == 2 and done.stderr.strip().endswith("not a Megatron checkpoint (no .metadata and hf_files/ in it)")
