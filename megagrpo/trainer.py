@@ -194,7 +194,7 @@ class Trainer:
             "rollout/refills": counts.refills,
             "rollout/weight_version": min((record.weight_version for record in records), default=self.state.weight_version - 1),
             "update/trained_tokens": result.trained_tokens,
-            "update/skipped_nonfinite": sum(not applied.applied for applied in result.applied),
+            names.SKIPPED_UPDATES: sum(not applied.applied for applied in result.applied),
         }
         if records:
             metrics[names.REWARD] = sum(record.reward.value for record in records) / len(records)

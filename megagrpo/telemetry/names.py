@@ -5,6 +5,7 @@ LOSS = "loss/total"
 GRAD_NORM = "optimizer/grad_norm"
 LOGPROB_GAP = "rollout/max_logprob_gap"  # largest |engine - actor| log-prob of a step's tokens, before its first update
 GENERATED_TOKENS = "rollout/generated_tokens"  # over all ranks
+SKIPPED_UPDATES = "update/skipped_nonfinite"  # updates of the step that all ranks skipped
 STEP_SECONDS = "time/step_seconds"  # wall-clock, without evaluation and checkpoint
 STEP_CPU_SECONDS = "time/step_cpu_seconds"  # of the same span, summed over all ranks
 EVALUATION = "eval/"  # eval/SET is the metric of a held-out set; eval/SET/... are further numbers about it

@@ -85,6 +85,8 @@ def _parts(metrics: Mapping[str, float]) -> list[str]:
         parts.append(f"loss {metrics[names.LOSS]:.1e}")
     if names.GRAD_NORM in metrics:
         parts.append(f"grad {metrics[names.GRAD_NORM]:.3f}")
+    if metrics.get(names.SKIPPED_UPDATES):
+        parts.append(f"SKIPPED {metrics[names.SKIPPED_UPDATES]:.0f} (not finite)")
     if names.LOGPROB_GAP in metrics:
         parts.append(f"gap {metrics[names.LOGPROB_GAP]:.1e}")
     seconds = metrics.get(names.STEP_SECONDS)
@@ -96,7 +98,7 @@ def _parts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _styled(step: int, num_steps: int, metrics: Mapping[str, float]) -> Text:
-    styles = {"reward": "green", "eval": "bold green", "step": "bold"}
+    styles = {"reward": "green", "eval": "bold green", "step": "bold", "SKIPPED": "bold red"}
     text = Text()
     for index, part in enumerate(format_step(step, num_steps, metrics).split("  ")):
         text.append(("  " if index else "") + part, style=styles.get(part.split(" ")[0], ""))

@@ -33,6 +33,7 @@ def run_dp2(loss, folder, *overrides):
 def test_one_bad_update_is_skipped_by_all_ranks_and_the_run_goes_on(tmp_path, rows_of):
     done = run_dp2("nan_once_on_last_rank", tmp_path / "run", "run.steps=2")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "SKIPPED 1 (not finite)" in done.stdout
     first, second = rows_of(tmp_path / "run")[1:]
     assert (first["update/skipped_nonfinite"], second["update/skipped_nonfinite"]) == (1, 0)
     weights = load_file(tmp_path / "run" / "hf" / "model.safetensors")

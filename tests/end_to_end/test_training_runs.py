@@ -74,14 +74,26 @@ def test_first_step_is_exactly_on_policy(tp2_run, rows_of):
     assert first["rollout/max_logprob_gap"] <= 2e-5
 
 
-def test_samples_are_the_same_for_any_number_of_ranks(tp2_run, run_all, rows_of):
-    """The first step's completions come from the same weights: counter-based draws make them equal on one rank, and on two as PP2."""
-    alone = run_all(1, {"alone": ["run.steps=1", "parallel.tp=1", "telemetry.completions_count=32"]})["alone"]
-    again = run_all(2, {"pp2": ["run.steps=1", "parallel.tp=1", "parallel.pp=2"]})["pp2"]
-    for folder in (alone, again):
+@pytest.fixture(scope="module")
+def first_steps(run_all):
+    """One step on one rank, on two as PP2, on four as TP2 x PP2."""
+    alone = run_all(1, {"alone": ["run.steps=1", "parallel.tp=1"]})
+    pp2 = run_all(2, {"pp2": ["run.steps=1", "parallel.tp=1", "parallel.pp=2"]})
+    return alone | pp2 | run_all(4, {"tp2pp2": ["run.steps=1", "parallel.tp=2", "parallel.pp=2"]})
+
+
+def test_samples_are_the_same_for_any_number_of_ranks(tp2_run, first_steps, rows_of):
+    """The first step's completions come from the same weights: counter-based draws make them equal on 1, 2 and 4 ranks."""
+    for folder in first_steps.values():
         for name in ("reward/mean", "rollout/generated_tokens", "rollout/completion_tokens"):
             assert rows_of(folder)[1][name] == rows_of(tp2_run)[1][name]
         assert rows_of(folder)[0] == rows_of(tp2_run)[0]  # the evaluation before the first step too
+
+
+def test_engine_and_actor_agree_in_every_layout(tp2_run, first_steps, rows_of):
+    """Before any update the actor's log-probs are the engine's on every token, as TP2, PP2 and TP2 x PP2."""
+    for folder in (tp2_run, *first_steps.values()):
+        assert rows_of(folder)[1]["rollout/max_logprob_gap"] <= 2e-5
 
 
 def test_resume_in_the_same_layout_is_bit_equal(tp2_run, run_all, rows_of, tmp_path):

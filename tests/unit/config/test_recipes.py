@@ -1,0 +1,27 @@
+"""The recipes in configs/ and the examples load, and what needs no model folder is consistent."""
+
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config.checks import check_config
+from megagrpo.config.load import load_config
+
+RECIPES = [path for path in sorted(Path("configs").glob("*.yaml")) if path.name != "gpu_base.yaml"]
+EXAMPLES = sorted(Path("examples").glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *EXAMPLES], ids=str)
+def test_recipe_loads_and_its_sections_agree(path):
+    config = load_config(path, [])
+    world_size = config.parallel.tp * config.parallel.pp * 2
+    missing = ("no such folder", "no such file", "no config.json")  # models and data that a user brings
+    problems = [line for line in check_config(config, world_size, None) if not any(text in line for text in missing)]
+    assert problems == []
+
+
+def test_dapo_recipe_is_what_the_paper_says():
+    algorithm = load_config("configs/llama3_8b_dapo.yaml", []).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.28)
+    assert algorithm.aggregation == "group_token_mean" and algorithm.kl.coef == 0
+    assert algorithm.dynamic_sampling.enabled and algorithm.overlong.penalty == 1.0
