@@ -4,6 +4,7 @@ Each is silent without the fix (wrong numbers, no exception) or breaks a run wit
 `tests/distributed` has a case for each that fails without it.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def _fix_lost_all_reduce() -> None:
     """`mappings._reduce` (0.16.1) reduces `x.contiguous()` and returns `x`: the sum is lost for a non-contiguous gradient."""
     import megatron.core.tensor_parallel.mappings as mappings
 
+    @functools.wraps(mappings._reduce)
     def reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         if group.size() == 1:
             return tensor
@@ -48,6 +50,7 @@ def _fix_torch_adamw_state() -> None:
     original_set = optimizer_class._set_main_param_and_optimizer_states
     original_load = optimizer_class.load_state_dict
 
+    @functools.wraps(original_set)
     def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict) -> None:
         group_index, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
@@ -55,6 +58,7 @@ def _fix_torch_adamw_state() -> None:
             tensors = {**tensors, "step": state["step"]}
         return original_set(self, model_param, tensors)
 
+    @functools.wraps(original_load)
     def load_state_dict(self: Any, state_dict: dict) -> None:
         result = original_load(self, state_dict)
         for state in self.optimizer.state.values():

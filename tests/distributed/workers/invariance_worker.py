@@ -37,8 +37,14 @@ from megagrpo.weights.export import WeightExporter  # noqa: E402
 
 TOLERANCE = 1e-5  # relative, float32 against float64 after twelve AdamW updates
 
-# name -> (packing, share_prompts, max_tokens_per_microbatch)
-PACKINGS = {"packed": (True, True, 200), "tiny": (True, True, 36), "unshared": (True, False, 64), "unpacked": (False, False, 64)}
+# name -> (packing, share_prompts, max_tokens_per_microbatch); `equal` pads every micro-batch to the maximum
+PACKINGS = {
+    "packed": (True, True, 200),
+    "tiny": (True, True, 36),
+    "unshared": (True, False, 64),
+    "unpacked": (False, False, 64),
+    "equal": (True, True, 48),
+}
 
 
 def make_config(folder: Path, recompute: str) -> Config:
@@ -101,7 +107,7 @@ def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> 
     actor, reference = Actor(load(), config.optimizer, overlap, overlap), Reference(load())
     rules = PackingRules(
         max_tokens,
-        token_alignment(ParallelConfig(**sizes, sp=sp), "fp32"),
+        max_tokens if packing_name == "equal" else token_alignment(ParallelConfig(**sizes, sp=sp), "fp32"),
         packing,
         share,
         layout.min_microbatches,

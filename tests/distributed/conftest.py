@@ -1,0 +1,30 @@
+"""The models and dense results that several distributed suites compare with."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "workers"))
+
+
+@pytest.fixture(scope="session")
+def dense_reference(tmp_path_factory):
+    """A tiny tied Qwen3 whose vocabulary no tp size divides, and the reference's result on it."""
+    import dense_grpo
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("invariance")
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=16, max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder / "model")
+    torch.save(dense_grpo.train_dense(folder / "model"), folder / "reference.pt")
+    return folder / "model", folder / "reference.pt"
