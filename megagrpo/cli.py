@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from megagrpo.checkpoint.convert_command import Direction
+from megagrpo.checkpoint.convert_command import convert as convert_checkpoint
 from megagrpo.errors import UserError
 from megagrpo.train import EXIT_USER_ERROR
 
@@ -85,5 +87,16 @@ def report(run_dir: Annotated[Path, typer.Argument(help="folder of a run")]) -> 
     print(write_report(run_dir))
 
 
-if __name__ == "__main__":
+@app.command()
+def convert(
+    direction: Annotated[Direction, typer.Argument(help="hf-to-megatron or megatron-to-hf")],
+    source: Annotated[Path, typer.Argument(help="folder to read")],
+    target: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
+) -> None:
+    """Convert between an HF folder and a Megatron checkpoint, in this process (tools/convert_*.py take tp and pp under torchrun)."""
+    convert_checkpoint(direction, str(source), str(target))
+    print(f"{target} written")
+
+
+if __name__ == "__main__":  # the checkpoint writer spawns a process that imports this module again
     main()

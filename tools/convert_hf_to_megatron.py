@@ -4,33 +4,9 @@ Usage: python tools/convert_hf_to_megatron.py SOURCE TARGET [--tp N] [--pp N]
 For models larger than one process's memory start it with torchrun.
 """
 
-import argparse
-import os
 import sys
 
-from megagrpo.device.launch import set_thread_environment
-from megagrpo.errors import UserError
-
-
-def main() -> int:
-    """Convert; exit code 2 with one line for a mistake."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source")
-    parser.add_argument("target")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size, under torchrun")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size, under torchrun")
-    options = parser.parse_args()
-    set_thread_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    from megagrpo.checkpoint.hf import convert_hf_to_megatron
-
-    try:
-        convert_hf_to_megatron(options.source, options.target, options.tp, options.pp)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{options.target} written")
-    return 0
-
+from megagrpo.checkpoint.convert_command import main
 
 if __name__ == "__main__":  # the checkpoint writer spawns a process that imports this module again
-    sys.exit(main())
+    sys.exit(main("hf-to-megatron", __doc__.splitlines()[0]))

@@ -22,6 +22,14 @@ def tool(name, *arguments):
 
 
 @pytest.mark.distributed
+def test_the_command_converts_too(tmp_path):
+    command = [sys.executable, "-m", "megagrpo.cli", "convert", "hf-to-megatron", "examples/quickstart/model", str(tmp_path / "checkpoint")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoint" / ".metadata").is_file() and (tmp_path / "checkpoint" / "hf_files" / "tokenizer.json").is_file()
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("family", FAMILIES)
 def test_conversion_and_back_is_bit_equal(tmp_path, family):
     source = Path("examples/quickstart/model")
