@@ -74,7 +74,15 @@ def build_session(config: Config, device: torch.device) -> Session:
     groups = build_groups(layout, config.run.collective_timeout_seconds)
 
     def load_model() -> StageModel:
-        transformer_config = build_transformer_config(hf, groups, precision, config.parallel.sp, config.update.recompute)
+        transformer_config = build_transformer_config(
+            hf,
+            groups,
+            precision,
+            config.parallel.sp,
+            config.update.recompute,
+            moe_dispatcher=config.parallel.moe_dispatcher,
+            router_aux_loss_coef=config.update.router_aux_loss_coef,
+        )
         return load_stage_model(config.model.path, hf, transformer_config, groups, device, use_te)
 
     actor = Actor(load_model(), config.optimizer, config.parallel.overlap_grad_reduce, config.parallel.overlap_param_gather)

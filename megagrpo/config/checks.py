@@ -82,6 +82,11 @@ def _check_layout(config: Config, world_size: int, hf_config: Mapping[str, Any] 
         works = f"; on {world_size} ranks these work: {' | '.join(valid.describe() for valid in nearest)}" if nearest else ""
         yield from (f"parallel: {problem}" for problem in problems[:-1])
         yield f"parallel: {problems[-1]}{works}"
+    has_experts = any(name in (hf_config or {}) for name in ("num_local_experts", "num_experts"))
+    if has_experts and config.parallel.tp > 1 and not config.parallel.sp:
+        yield "parallel.sp: false: a model with experts needs sp where tp > 1: each tp rank routes its own tokens"
+    if hf_config and not has_experts and config.update.router_aux_loss_coef > 0:
+        yield f"update.router_aux_loss_coef: {config.update.router_aux_loss_coef:g}: the model has no experts; leave it out"
     if config.parallel.sp and config.parallel.tp == 1:
         yield "parallel.sp: true: shards activations over tp, which is 1; it needs tp > 1"
     if config.parallel.overlap_param_gather and not config.parallel.overlap_grad_reduce:

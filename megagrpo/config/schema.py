@@ -59,6 +59,11 @@ class ParallelConfig(Section):
     overlap_grad_reduce: bool = Field(False, description="reduce gradients while the last micro-batch's backward runs")
     overlap_param_gather: bool = Field(False, description="gather updated weights while the next forward runs; needs overlap_grad_reduce")
     sp: bool = Field(False, description="sequence parallel (activations between TP regions sharded over tp)")
+    ep: PositiveInt = Field(1, description="expert parallel size: the experts of a layer are shared out over cp * dp ranks")
+    etp: PositiveInt | None = Field(None, description="ranks that split one expert; null: tp")
+    moe_dispatcher: Literal["alltoall", "allgather"] = Field(
+        "alltoall", description="how tokens reach their experts; allgather moves every token to every rank, in fewer messages"
+    )
 
 
 class PrecisionConfig(Section):
@@ -115,6 +120,9 @@ class UpdateConfig(Section):
     packing: bool = Field(True, description="false: one sequence per micro-batch")
     share_prompts: bool = Field(True, description="compute a group's prompt once per micro-batch (local layer spec only)")
     recompute: Literal["none", "selective", "full"] = Field("none", description="activation recompute")
+    router_aux_loss_coef: NonNegativeFloat = Field(
+        0.0, description="weight of the balance loss of each expert layer (DeepSeek-V3, Eq. 17, per sequence); 0: none"
+    )
 
 
 class RewardConfig(Section):

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -113,6 +114,40 @@ def _identity_torch_compile() -> Iterator[None]:
         torch.compile = real
 
 
+def _fix_expert_collectives() -> None:
+    """Expert dispatch over gloo.
+
+    `maybe_move_tensor_to_cpu` turns the split sizes into numpy only where they come from a GPU; all_to_all_single refuses tensors.
+    `mappings` gathers unequal parts with all_gather and reduce_scatter, which gloo has for equal parts only.
+    """
+    import megatron.core.tensor_parallel.mappings as mappings
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+    gather_equal, scatter_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return gather_equal(tensor, group, sizes, use_global_buffer)
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter_equal(tensor, group, sizes, use_global_buffer)
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total.split(list(sizes))[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
+
+
 def install() -> None:
     """Make Megatron-core importable and runnable on the CPU. Does nothing the second time.
 
@@ -135,6 +170,7 @@ def install() -> None:
         import megatron.core.pipeline_parallel  # noqa: F401
     import megatron.core.tensor_parallel.random as megatron_random
 
+    _fix_expert_collectives()
     megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 

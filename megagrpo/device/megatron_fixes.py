@@ -21,6 +21,7 @@ def apply() -> None:
     _applied = True
     _fix_lost_all_reduce()
     _fix_torch_adamw_state()
+    _fix_router_without_te()
 
 
 def _fix_lost_all_reduce() -> None:
@@ -68,6 +69,14 @@ def _fix_torch_adamw_state() -> None:
 
     optimizer_class._set_main_param_and_optimizer_states = set_states
     optimizer_class.load_state_dict = load_state_dict
+
+
+def _fix_router_without_te() -> None:
+    """`moe_utils.RouterGatingLinearFunction` (0.16.1) tests a name that its failed import of Transformer Engine never bound: NameError."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def prime_torch_adamw(optimizer: Any) -> None:

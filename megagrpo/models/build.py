@@ -45,14 +45,24 @@ class StageModel:
         """Tensor parallel size."""
         return self.config.tensor_model_parallel_size
 
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts of a layer that this rank holds; 0 for a dense model."""
+        return (self.hf.num_experts or 0) // self.groups.ep.size()
+
+    def shard(self, rule: ParameterRule) -> tuple[int, int]:
+        """Return (ranks that a parameter is split over, this rank's place among them)."""
+        return (self.groups.etp.size(), self.groups.etp_rank) if rule.is_expert else (self.tp, self.groups.tp_rank)
+
     def named_rules(self) -> list[tuple[str, ParameterRule, int | None, torch.nn.Parameter]]:
         """Return (canonical name, rule, global layer or None, parameter) of every parameter of this stage."""
         rows = []
+        first_expert = self.groups.ep_rank * self.experts_per_rank
         for chunk in self.chunks:
             layers = chunk.decoder.layers
             first_layer = layers[0].layer_number - 1 if len(layers) else 0
             for name, parameter in chunk.named_parameters():
-                canonical = canonical_name(name, first_layer)
+                canonical = canonical_name(name, first_layer, first_expert)
                 rows.append((canonical, *self.rules.find(canonical), parameter))
         return rows
 
@@ -62,7 +72,7 @@ class StageModel:
         for name, rule, layer, parameter in self.named_rules():
             if name == "output_layer.weight" and self.hf.tie_word_embeddings:
                 continue
-            slices.update(zip(rule.hf_names(layer), split(rule, parameter.detach(), self.dims, self.tp), strict=True))
+            slices.update(zip(rule.hf_names(layer), split(rule, parameter.detach(), self.dims, self.shard(rule)[0]), strict=True))
         return slices
 
     @property
@@ -89,7 +99,14 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 
 def build_transformer_config(
-    hf: HFConfig, groups: ParallelGroups, precision: Precision, sp: bool, recompute: str = "none", **overrides: Any
+    hf: HFConfig,
+    groups: ParallelGroups,
+    precision: Precision,
+    sp: bool,
+    recompute: str = "none",
+    moe_dispatcher: str = "alltoall",
+    router_aux_loss_coef: float = 0.0,
+    **overrides: Any,
 ) -> TransformerConfig:
     """Return Megatron's configuration of a model.
 
@@ -114,6 +131,9 @@ def build_transformer_config(
         "pipeline_model_parallel_size": groups.pp.size(),
         "context_parallel_size": groups.cp.size(),
         **pipeline_fields(groups.layout, hf.num_layers),
+        "expert_model_parallel_size": groups.ep.size(),
+        "expert_tensor_parallel_size": groups.etp.size(),
+        "moe_aux_loss_coeff": router_aux_loss_coef,
         "sequence_parallel": sp,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asserts it, for dense models too
@@ -133,6 +153,8 @@ def build_transformer_config(
     elif recompute == "selective":
         fields |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     config = TransformerConfig(**{**fields, **overrides})
+    # Set afterwards: Megatron refuses `allgather` with variable lengths, which the dispatcher in experts.py can.
+    config.moe_token_dispatcher_type = moe_dispatcher
     check_pipeline_flags(config)
     return config
 
@@ -188,12 +210,17 @@ def build_stage_model(hf: HFConfig, config: TransformerConfig, groups: ParallelG
 def mark_split_parameters(model: StageModel) -> None:
     """Tell Megatron which parameters are split over tp; it sets these marks only where it also initialises the weights.
 
-    Without them the grad-norm counts a split parameter on the first tp rank only, silently, and clipping goes wrong.
+    Without them the grad-norm counts a split parameter on the first tp rank only, silently, and clipping goes wrong. Experts are
+    replicated over another group than the other parameters; Megatron knows (`allreduce`) only where ep > 1, so with ep = 1 and
+    expert tensor parallel < tp it never adds up their gradients over tp. And marked in every layout, they have an optimizer of their own in
+    every layout, so that a checkpoint has one structure.
     """
     for _, rule, _, parameter in model.named_rules():
         if rule.split_dimension is not None:
             for name, value in {"tensor_model_parallel": True, "partition_dim": rule.split_dimension, "partition_stride": 1}.items():
                 setattr(parameter, name, value)
+        if rule.is_expert:
+            parameter.allreduce = False
 
 
 def return_hidden_states(module: GPTModel) -> None:

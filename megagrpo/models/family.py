@@ -59,12 +59,14 @@ class HFConfig:
     rope_type: str
     rope_parameters: dict[str, Any]
     raw: dict[str, Any]
+    num_experts: int | None = None  # of each layer; None: a dense model
 
 
 class ModelFamily(ABC):
     """One architecture: what Megatron builds for it and how its parameters map to HF tensors."""
 
     extra_values: dict[str, tuple[Any, ...]] = {}  # noqa: RUF012 (a constant table of the class)
+    read_fields: frozenset[str] = frozenset()  # fields of config.json that this family reads beside the shared ones
 
     @abstractmethod
     def transformer_config_fields(self, hf: HFConfig) -> dict[str, Any]:
@@ -73,6 +75,10 @@ class ModelFamily(ABC):
     @abstractmethod
     def parameter_rules(self, hf: HFConfig) -> list[ParameterRule]:
         """Return the rules of all parameters."""
+
+    def check(self, raw: dict[str, Any]) -> list[str]:
+        """Return what this family refuses in a config.json beyond single values, one line each."""
+        return []
 
 
 FAMILIES: Registry[ModelFamily] = Registry("model family")
@@ -114,7 +120,7 @@ def read_hf_config(folder: str | Path) -> HFConfig:
     families.load_all()
     model_type = raw.get("model_type", "")
     family = FAMILIES.get(model_type)
-    problems = _unsupported_fields(raw, family) + _rope_problems(raw)
+    problems = _unsupported_fields(raw, family) + _rope_problems(raw) + family.check(raw)
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     rope = _rope_parameters(raw)
@@ -135,14 +141,20 @@ def read_hf_config(folder: str | Path) -> HFConfig:
         rope_type=rope["rope_type"],
         rope_parameters=rope,
         raw=raw,
+        num_experts=count_experts(raw),
     )
+
+
+def count_experts(raw: dict[str, Any]) -> int | None:
+    """Return the experts of each layer: transformers 5 writes `num_local_experts`, older versions `num_experts`."""
+    return raw.get("num_local_experts", raw.get("num_experts"))
 
 
 def _unsupported_fields(raw: dict[str, Any], family: ModelFamily) -> list[str]:
     allowed_values = {**REQUIRED_VALUES, **family.extra_values}
     problems = []
     for name, value in raw.items():
-        if name in NEUTRAL_FIELDS or name in READ_FIELDS:
+        if name in NEUTRAL_FIELDS or name in READ_FIELDS or name in family.read_fields:
             continue
         if name == "layer_types":
             if set(value) != {"full_attention"}:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megagrpo.errors import UserError
+from megagrpo.models.fused_experts import FusedExpertSlice, fused_name, single_names
 from megagrpo.models.rules import Dimensions, ParameterRule, merge
 
 if TYPE_CHECKING:
@@ -52,17 +53,19 @@ class SafetensorsFolder:
                 raise UserError(f"model.path: {path}: not readable, truncated? ({error})") from None
         return self._handles[path]
 
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-        return set(self._file_of)
+    def names(self, num_experts: int = 0) -> set[str]:
+        """Return the names of all tensors, those of fused experts one by one."""
+        return {single for name in self._file_of for single in single_names(name, num_experts)}
 
     def tensor_slice(self, name: str) -> Any:
-        """Return the lazily read tensor `name` (a safetensors slice).
+        """Return the lazily read tensor `name` (a safetensors slice, or one expert's part of a fused tensor).
 
         Raises:
             UserError: no file has it.
         """
         if name not in self._file_of:
+            if fused := fused_name(name, self._file_of):
+                return FusedExpertSlice(self.tensor_slice(fused[0]), *fused[1:])
             raise UserError(f"model.path: {self.folder}: tensor {name} is missing")
         path = self._file_of[name]
         try:
@@ -72,7 +75,7 @@ class SafetensorsFolder:
 
 
 def read_part(source: SafetensorsFolder, name: str, rule: ParameterRule, dims: Dimensions, tp: int, tp_rank: int) -> torch.Tensor:
-    """Read one tensor parallel rank's slice of the HF tensor `name`; vocabulary rows beyond the true size are zeros."""
+    """Read one (expert) tensor parallel rank's slice of the HF tensor `name`; vocabulary rows beyond the true size are zeros."""
     tensor = source.tensor_slice(name)
     shape = tensor.get_shape()
     if rule.split_dimension is None:
@@ -98,8 +101,9 @@ def load_hf_weights(model: "StageModel", folder: str | Path) -> None:
     source = SafetensorsFolder(folder)
     with torch.no_grad():
         for _, rule, layer, parameter in model.named_rules():
-            parts = [read_part(source, part, rule, model.dims, model.tp, model.groups.tp_rank) for part in rule.hf_names(layer)]
-            value = merge(rule, parts, model.dims, model.tp)
+            shards, shard = model.shard(rule)
+            parts = [read_part(source, part, rule, model.dims, shards, shard) for part in rule.hf_names(layer)]
+            value = merge(rule, parts, model.dims, shards)
             if value.shape != parameter.shape:
                 raise UserError(
                     f"model.path: {', '.join(rule.hf_names(layer))}: shape {list(value.shape)}, the model needs {list(parameter.shape)}"
@@ -115,7 +119,11 @@ def check_no_unknown_tensors(model: "StageModel", folder: str | Path) -> None:
     """
     known = {name for rule in model.rules.rules for layer in range(model.hf.num_layers) for name in rule.hf_names(layer)}
     ignored = {"lm_head.weight"} if model.hf.tie_word_embeddings else set()  # some exports store the tied head twice
-    unknown = {name for name in SafetensorsFolder(folder).names() - known - ignored if not name.endswith("rotary_emb.inv_freq")}
+    unknown = {
+        name
+        for name in SafetensorsFolder(folder).names(model.hf.num_experts or 0) - known - ignored
+        if not name.endswith("rotary_emb.inv_freq")
+    }
     if unknown:
         raise UserError(
             f"model.path: {folder}: {len(unknown)} tensors that family {model.hf.model_type!r} does not know, first: {min(unknown)}"

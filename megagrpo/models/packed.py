@@ -11,8 +11,8 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
+from megagrpo.models.routing import RoutedPackedSeqParams
 from megagrpo.parallel.token_shard import TokenShard
 
 # Trees up to this many tokens are padded to equal length and attended in one call under a mask; the call overhead of a loop costs
@@ -84,7 +84,7 @@ class Run:
 
 
 @dataclass
-class PackedTrees(PackedSeqParams):
+class PackedTrees(RoutedPackedSeqParams):
     """`packed_seq_params` of a micro-batch for the local layer spec. The format name keeps Megatron from applying thd rules.
 
     The trees are those of the whole micro-batch; a context parallel rank computes the queries in `shard` and sees all keys.

@@ -21,11 +21,12 @@ SPLIT_DIMENSION: dict[str, int | None] = {"replicated": None, "column": 0, "row"
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """One Megatron parameter (`{layer}` stands for the global layer index) and the HF tensors that it holds."""
+    """One Megatron parameter (`{layer}` stands for the global layer index, experts are numbered globally) and its HF tensors."""
 
     megatron: str
     hf: tuple[str, ...]
     kind: Kind
+    is_expert: bool = False  # lives on one expert parallel rank, split over expert tensor parallel ranks instead of tp
 
     @property
     def split_dimension(self) -> int | None:
@@ -78,7 +79,7 @@ class RuleTable:
 
     def __init__(self, rules: Iterable[ParameterRule]):
         self.rules = list(rules)
-        self._patterns = [(re.compile(re.escape(rule.megatron).replace(r"\{layer\}", r"(\d+)") + "$"), rule) for rule in self.rules]
+        self._by_name = {rule.megatron: rule for rule in self.rules}
 
     def find(self, name: str) -> tuple[ParameterRule, int | None]:
         """Return the rule and the global layer index of a Megatron parameter whose name carries the global layer index.
@@ -86,7 +87,8 @@ class RuleTable:
         Raises:
             KeyError: no rule names this parameter.
         """
-        for pattern, rule in self._patterns:
-            if found := pattern.match(name):
-                return rule, int(found.group(1)) if found.groups() else None
-        raise KeyError(f"no parameter rule for {name}")
+        layer = re.search(r"(?<=\.layers\.)\d+", name)
+        template = name if layer is None else f"{name[: layer.start()]}{{layer}}{name[layer.end() :]}"
+        if template not in self._by_name:
+            raise KeyError(f"no parameter rule for {name}")
+        return self._by_name[template], None if layer is None else int(layer.group())

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megagrpo.device.device import has_cuda
 from megagrpo.errors import UserError
 from megagrpo.models.attention import PackedTreeAttention
+from megagrpo.models.experts import use_sequence_routing
 
 AttentionChoice = Literal["auto", "local", "te"]
 # Transformer Engine fuses a norm into the linear that follows it; our rules name the unfused parameter.
@@ -62,14 +63,17 @@ def build_block_spec(config: TransformerConfig, use_te: bool, vp_stage: int | No
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+        layer = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        norm = TENorm
     else:
         layer, norm = _local_layer_spec(config), RMSNorm
+    if config.num_moe_experts:
+        use_sequence_routing(layer)
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
 
 
 def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
@@ -80,15 +84,17 @@ def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     return spec
 
 
-def canonical_name(name: str, first_layer: int) -> str:
-    """Return the name that the rules use: global layer index, unfused norms.
+def canonical_name(name: str, first_layer: int, first_expert: int = 0) -> str:
+    """Return the name that the rules use: global layer and expert indices, unfused norms.
 
     Args:
-        name: parameter name within a GPTModel, with the stage's own layer index.
+        name: parameter name within a GPTModel, with the stage's own layer index and the rank's own expert index.
         first_layer: global index of the stage's first layer.
+        first_expert: global index of the first expert of the expert parallel rank.
     """
     found = re.match(r"(decoder\.layers\.)(\d+)\.(.+)", name)
     if not found:
         return name
     rest = TE_FUSED_NAMES.get(found.group(3), found.group(3))
+    rest = re.sub(r"(?<=local_experts\.)\d+", lambda index: str(int(index.group()) + first_expert), rest)
     return f"{found.group(1)}{int(found.group(2)) + first_layer}.{rest}"

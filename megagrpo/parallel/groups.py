@@ -25,10 +25,15 @@ class ParallelGroups:
     cp: dist.ProcessGroup
     dp: dist.ProcessGroup
     dp_cp: dist.ProcessGroup  # ranks that hold the same parameters: gradients are summed over it
+    ep: dist.ProcessGroup  # ranks that share the experts of a layer out
+    etp: dist.ProcessGroup  # ranks that split each expert
+    experts: dist.ProcessGroup  # ep x etp: together they hold all experts of a layer; etp is the faster axis
     tp_rank: int
     pp_rank: int
     cp_rank: int
     dp_rank: int
+    ep_rank: int
+    etp_rank: int
     rank: int
     world_size: int
 
@@ -65,6 +70,8 @@ def build_groups(layout: ParallelLayout, timeout_seconds: int) -> ParallelGroups
         layout.pp,
         layout.vpp,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=max(1, timeout_seconds // 60),
     )
     # Megatron forks this tracker for dropout and recompute; nothing in a run draws from it, so its seed is not a setting.
@@ -76,10 +83,15 @@ def build_groups(layout: ParallelLayout, timeout_seconds: int) -> ParallelGroups
         cp=parallel_state.get_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep=parallel_state.get_expert_model_parallel_group(),
+        etp=parallel_state.get_expert_tensor_parallel_group(),
+        experts=parallel_state.get_expert_tensor_and_model_parallel_group(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )

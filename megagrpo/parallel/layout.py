@@ -1,7 +1,7 @@
 """The rank grid as pure arithmetic: which rank holds which shard. Imports no torch.
 
 Order of the axes, fastest first: tp, cp, dp, pp (Megatron-core's default `tp-cp-ep-dp-pp` without an expert axis). Experts have a grid
-of their own over the same ranks: tp, ep, expert dp, pp.
+of their own over the same ranks: etp, ep, expert dp, pp.
 """
 
 import math
@@ -40,10 +40,16 @@ class ParallelLayout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int | None = None  # ranks that split one expert; None: tp
     vpp: int | None = None  # model chunks per pipeline stage; None: no interleaving
     layers_first_stage: int | None = None  # None: as many as the other stages
     layers_last_stage: int | None = None
     pipeline_layout: str | None = None  # every chunk written out, see stages.py
+
+    @property
+    def expert_tp(self) -> int:
+        """Expert tensor parallel size."""
+        return self.tp if self.etp is None else self.etp
 
     @property
     def model_size(self) -> int:
@@ -88,7 +94,7 @@ class ParallelLayout:
             cp=within // self.tp % self.cp,
             dp=within // (self.tp * self.cp),
             pp=pp,
-            ep=within // self.tp % self.ep,  # expert tensor parallel size = tp
+            ep=within // self.expert_tp % self.ep,
         )
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
@@ -112,17 +118,27 @@ class ParallelLayout:
         if self.world_size % self.model_size:
             factors = " * ".join(f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if size > 1)
             problems.append(f"{self.world_size} ranks are not a multiple of {factors or 'tp * pp'} = {self.model_size}")
-        elif self.tp * self.cp * self.dp % (self.tp * self.ep):
+        elif self.etp is None and self.cp * self.dp % self.ep:
             problems.append(f"ep {self.ep} does not divide cp * dp = {self.cp} * {self.dp} = {self.cp * self.dp}")
+        elif (stage := self.tp * self.cp * self.dp) % (self.expert_tp * self.ep):
+            problems.append(
+                f"etp {self.etp} * ep {self.ep} = {self.expert_tp * self.ep} does not divide the ranks of a stage, "
+                f"tp * cp * dp = {self.tp} * {self.cp} * {self.dp} = {stage}"
+            )
         return problems + self._validate_model(hf_config or {})
 
     def _validate_model(self, hf_config: Mapping[str, Any]) -> list[str]:
-        dense_ffn = hf_config.get("moe_intermediate_size") or hf_config.get("intermediate_size")
+        experts = hf_config.get("num_local_experts", hf_config.get("num_experts"))
+        ffn, ffn_tp, ffn_axis = (
+            (hf_config.get("intermediate_size"), self.tp, "tp")
+            if experts is None
+            else (hf_config.get("moe_intermediate_size"), self.expert_tp, "tp" if self.etp is None else "etp")
+        )
         dividends = [
             (hf_config.get("num_attention_heads"), "attention heads", self.tp, f"tp {self.tp}"),
             (hf_config.get("num_key_value_heads"), "key-value heads", self.tp, f"tp {self.tp}"),
-            (dense_ffn, "feed-forward columns", self.tp, f"tp {self.tp}"),
-            (hf_config.get("num_experts"), "experts", self.ep, f"ep {self.ep}"),
+            (ffn, "feed-forward columns", ffn_tp, f"{ffn_axis} {ffn_tp}"),
+            (experts, "experts", self.ep, f"ep {self.ep}"),
         ]
         problems = [
             f"{count} {what} are not a multiple of {divisor}: {count} / {size} = {count / size:g}"
@@ -130,8 +146,9 @@ class ParallelLayout:
             if isinstance(count, int) and count % size
         ]
         problems += self._validate_stages(hf_config.get("num_hidden_layers"))
-        if self.ep > 1 and hf_config and "num_experts" not in hf_config:
-            problems.append(f"ep {self.ep}: the model has no experts")
+        if hf_config and experts is None:
+            given = [("ep", self.ep > 1), ("etp", self.etp is not None)]
+            problems += [f"{axis} {getattr(self, axis)}: the model has no experts" for axis, is_set in given if is_set]
         if self.vpp is not None and self.pp == 1:
             problems.append(f"vpp {self.vpp} needs pp > 1")
         return problems
@@ -161,7 +178,7 @@ class ParallelLayout:
 
     def describe(self) -> str:
         """Return the sizes that are not 1, e.g. `tp 2, pp 2, dp 1`; dp is always named."""
-        named = [("tp", self.tp), ("pp", self.pp), ("vpp", self.vpp), ("cp", self.cp), ("ep", self.ep)]
+        named = [("tp", self.tp), ("pp", self.pp), ("vpp", self.vpp), ("cp", self.cp), ("ep", self.ep), ("etp", self.etp)]
         return ", ".join([f"{name} {size}" for name, size in named if size not in (None, 1)] + [f"dp {self.dp}"])
 
     def grid(self) -> str:

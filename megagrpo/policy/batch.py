@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from megagrpo.models.packed import PackedTrees, Tree
+from megagrpo.models.routing import RoutedPackedSeqParams, RoutedSequences, route_sequences
 from megagrpo.parallel.token_shard import TokenShard
 from megagrpo.policy.microbatches import MicroBatchPlan, PackingRules
 from megagrpo.rollout.rollouts import SampleKey
@@ -31,7 +31,7 @@ class MicroBatch:
     """
 
     tokens: torch.Tensor  # int64 [1, T]
-    packed: PackedSeqParams
+    packed: RoutedPackedSeqParams
     keys: tuple[SampleKey, ...]  # of its B sequences
     row_index: torch.Tensor  # int64 [R]: the input position whose hidden state predicts the row's token
     targets: torch.Tensor  # int64 [R]
@@ -57,8 +57,14 @@ class MicroBatchBuilder:
         self.device, self.rules, self.pad_token_id, self.use_te = device, rules, pad_token_id, use_te
         self.cp, self.cp_rank = cp, cp_rank
 
-    def build(self, plan: MicroBatchPlan, sample_of: Callable[[int], TrainSample]) -> MicroBatch:
-        """Pack the planned trees; an empty plan gives a micro-batch of padding alone, which keeps the ranks in step."""
+    def build(self, plan: MicroBatchPlan, sample_of: Callable[[int], TrainSample], sequences_per_update: int = 1) -> MicroBatch:
+        """Pack the planned trees; an empty plan gives a micro-batch of padding alone, which keeps the ranks in step.
+
+        Args:
+            plan: the trees, with the numbers of their samples.
+            sample_of: returns the sample with a number.
+            sequences_per_update: sequences of the mini-batch over all replicas, which the experts' balance loss is a mean over.
+        """
         samples = [sample_of(index) for tree in plan for index in tree.samples]
         inputs: list[Sequence[int]] = []
         trees: list[Tree] = []
@@ -94,7 +100,7 @@ class MicroBatchBuilder:
 
         return MicroBatch(
             tokens=torch.as_tensor(np.concatenate(inputs), dtype=torch.int64)[None, shard.packed_positions()].to(self.device),
-            packed=self._pack_thd(stretches) if self.use_te else PackedTrees(trees=tuple(trees), shard=shard, device=self.device),
+            packed=self._pack(trees, shard, sequences_per_update),
             keys=tuple(sample.key for sample in samples),
             row_index=row_index[local].to(self.device),
             targets=pick(_concatenate([sample.token_ids for sample in samples])),
@@ -103,11 +109,22 @@ class MicroBatchBuilder:
             rollout_logprobs=pick(_concatenate([sample.rollout_logprobs for sample in samples]), torch.float32),
         )
 
-    def _pack_thd(self, lengths: list[int]) -> PackedSeqParams:
+    def _pack(self, trees: list[Tree], shard: TokenShard, sequences_per_update: int) -> RoutedPackedSeqParams:
+        routed = route_sequences([(tree.prompt, tree.branches) for tree in trees], shard, sequences_per_update, self.device)
+        if self.use_te:
+            return self._pack_thd(shard.stretches, routed)
+        return PackedTrees(trees=tuple(trees), shard=shard, device=self.device, routed=routed)
+
+    def _pack_thd(self, lengths: Sequence[int], routed: RoutedSequences) -> RoutedPackedSeqParams:
         """Describe the sequences to Transformer Engine, the padding behind each as its last tokens: nothing attends to it."""
         boundaries = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=self.device)
-        return PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+        return RoutedPackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            routed=routed,
         )
 
 

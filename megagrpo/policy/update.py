@@ -24,6 +24,7 @@ from megagrpo.policy.batch import MicroBatch, MicroBatchBuilder, TrainSample
 from megagrpo.policy.loss import PolicyLoss, RowTerms, SequenceTerms
 from megagrpo.policy.microbatches import MicroBatchPlan, PackingRules, SampleSize, plan_microbatches
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.router_load import RouterLoads
 from megagrpo.rollout.exchange import exchange_completions
 from megagrpo.rollout.rollouts import SampleKey, StepRollouts
 
@@ -74,6 +75,7 @@ class PolicyUpdater:
         self.config, self.actor, self.reference, self.algorithm = config, actor, reference, algorithm
         self.groups, self.layout, self.builder, self.rules = groups, layout, builder, rules
         self.temperature = config.rollout.temperature
+        self.router_loads = RouterLoads(actor.model) if actor.model.hf.num_experts else None
 
     def run(
         self,
@@ -131,6 +133,8 @@ class PolicyUpdater:
         if collected:
             first = finalize_metrics(collected[0])
             metrics.setdefault("rollout_gap_max", first["actor_rollout_gap_max"])  # where the engine's log-probs are the old ones
+        if self.router_loads:
+            metrics |= self.router_loads.take()
         if "ref_kl" in metrics:
             self.algorithm.update_kl(metrics["ref_kl"])
         return UpdateResult({**metrics, **{name: float(count) for name, count in counters.items()}}, applied, trained_tokens)
@@ -160,7 +164,9 @@ class PolicyUpdater:
         samples = self._fetch(rollouts, plans)
         return [
             MiniBatch(
-                chunk, keys, [self.builder.build(micro, lambda i, keys=keys: samples[keys[i]]) for micro in plan[self.groups.dp_rank]]
+                chunk,
+                keys,
+                [self.builder.build(micro, lambda i, keys=keys: samples[keys[i]], len(keys)) for micro in plan[self.groups.dp_rank]],
             )
             if plan
             else MiniBatch(chunk, keys, [])

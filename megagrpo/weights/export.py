@@ -1,12 +1,14 @@
 """Streams the actor's weights as full HF tensors, bucket by bucket, to every rank.
 
 plan (once)     which stage owns which HF tensors, in which buckets: all-gathered metadata, the same on all ranks
-gather          the owner's tensor parallel ranks all-gather their slices of one bucket in one collective
+gather          the owner's tensor parallel ranks all-gather their slices of one bucket in one collective; experts are gathered over the
+                expert parallel ranks in the same way, the k-th expert of each rank together
 broadcast       the full bucket goes down the pipeline group in one collective
 
 Each data parallel replica does this for itself, so no bytes cross replicas. Two buckets at most are alive on a rank.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,9 +22,9 @@ BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class ExportEntry:
-    """One HF tensor of an export."""
+    """One HF tensor of an export; for experts, one of each expert parallel rank."""
 
-    name: str
+    names: tuple[str, ...]
     shape: tuple[int, ...]  # of one tensor parallel rank's slice, vocabulary padding included
     split_dimension: int | None  # None: every tensor parallel rank holds all of it
     rows: int | None  # true vocabulary size, where the padding must not leave
@@ -45,6 +47,7 @@ class ExportBucket:
     """HF tensors that travel together."""
 
     stage: int
+    is_expert: bool
     entries: tuple[ExportEntry, ...]
 
     @property
@@ -57,7 +60,7 @@ class ExportBucket:
 class ExportStats:
     """Bytes of one export on this rank."""
 
-    gathered_bytes: int = 0  # received from tensor parallel peers
+    gathered_bytes: int = 0  # received from tensor and expert parallel peers
     broadcast_bytes: int = 0  # received from another pipeline stage
     exported_bytes: int = 0  # full HF tensors handed out
 
@@ -72,33 +75,52 @@ class WeightExporter:
 
     def _plan(self, bucket_bytes: int) -> list[ExportBucket]:
         """Collective over the pipeline group."""
-        local = []
+        local: dict[bool, list[tuple[ExportEntry, int]]] = {False: [], True: []}
+        slices = self.model.hf_slices()
         for name, rule, layer, parameter in self.model.named_rules():
             if name == "output_layer.weight" and self.model.hf.tie_word_embeddings:
                 continue  # the first stage's embedding is the same tensor
             rows = self.model.dims.vocab_size if rule.kind == "vocab" else None
-            for hf_name in rule.hf_names(layer):
-                local.append((hf_name, rule.split_dimension, rows, parameter.element_size()))
-        slices = self.model.hf_slices()
-        entries = [(ExportEntry(name, tuple(slices[name].shape), dim, rows), size) for name, dim, rows, size in local]
+            for names, own in zip(self._names_of_all_owners(name), rule.hf_names(layer), strict=True):
+                entry = ExportEntry(names, tuple(slices[own].shape), rule.split_dimension, rows)
+                local[rule.is_expert].append((entry, entry.numel * parameter.element_size() * self._gather_size(rule.is_expert)))
         stages: list = [None] * self.model.groups.pp.size()
-        dist.all_gather_object(stages, entries, group=self.model.groups.pp)
+        dist.all_gather_object(stages, local, group=self.model.groups.pp)
         buckets = []
-        for stage, stage_entries in enumerate(stages):
-            pending: list[ExportEntry] = []
-            pending_bytes = 0
-            for entry, element_size in stage_entries:
-                full_bytes = entry.numel * element_size * self.model.tp
-                if pending and pending_bytes + full_bytes > bucket_bytes:
-                    buckets.append(ExportBucket(stage, tuple(pending)))
-                    pending, pending_bytes = [], 0
-                pending.append(entry)
-                pending_bytes += full_bytes
-            buckets.append(ExportBucket(stage, tuple(pending)))
+        for stage, by_kind in enumerate(stages):
+            for is_expert, entries in by_kind.items():
+                pending: list[ExportEntry] = []
+                pending_bytes = 0
+                for entry, full_bytes in entries:
+                    if pending and pending_bytes + full_bytes > bucket_bytes:
+                        buckets.append(ExportBucket(stage, is_expert, tuple(pending)))
+                        pending, pending_bytes = [], 0
+                    pending.append(entry)
+                    pending_bytes += full_bytes
+                if pending:
+                    buckets.append(ExportBucket(stage, is_expert, tuple(pending)))
         return buckets
 
+    def _names_of_all_owners(self, name: str) -> list[tuple[str, ...]]:
+        """Return, for each HF tensor of the parameter `name`, its names on all ranks that own such a one.
+
+        One name, or one for each expert parallel rank.
+        """
+        per_rank = self.model.experts_per_rank
+        own = re.search(r"(?<=local_experts\.)\d+", name)
+        if own is None:
+            owners = [name]
+        else:
+            numbers = range(int(own.group()) % per_rank, self.model.hf.num_experts, per_rank)
+            owners = [f"{name[: own.start()]}{number}{name[own.end() :]}" for number in numbers]
+        found = [self.model.rules.find(owner) for owner in owners]
+        return list(zip(*(rule.hf_names(layer) for rule, layer in found), strict=True))
+
+    def _gather_size(self, is_expert: bool) -> int:
+        return self.model.groups.experts.size() if is_expert else self.model.tp
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (HF name, full tensor) of every parameter. Collective over the tp and pp groups: consume it whole on all ranks.
+        """Yield (HF name, full tensor) of every parameter. Collective over the tp, ep, etp and pp groups: consume it whole on all ranks.
 
         A yielded tensor is valid until the next one is taken: copy what must last.
         """
@@ -107,12 +129,14 @@ class WeightExporter:
         parameter = next(self.model.chunks[0].parameters())
         groups = self.model.groups
         for bucket in self.buckets:
-            flat = torch.empty(self.model.tp, bucket.numel, dtype=parameter.dtype, device=parameter.device)
+            group = groups.experts if bucket.is_expert else groups.tp
+            owner = groups.ep_rank if bucket.is_expert else 0
+            flat = torch.empty(group.size(), bucket.numel, dtype=parameter.dtype, device=parameter.device)
             if groups.pp_rank == bucket.stage:
-                torch.cat([slices[entry.name].reshape(-1) for entry in bucket.entries], out=flat[groups.tp_rank])
-                if self.model.tp > 1:
-                    dist.all_gather_into_tensor(flat.view(-1), flat[groups.tp_rank].clone(), group=groups.tp)
-                    self.stats.gathered_bytes += (self.model.tp - 1) * bucket.numel * flat.element_size()
+                torch.cat([slices[entry.names[owner]].reshape(-1) for entry in bucket.entries], out=flat[group.rank()])
+                if group.size() > 1:
+                    dist.all_gather_into_tensor(flat.view(-1), flat[group.rank()].clone(), group=group)
+                    self.stats.gathered_bytes += (group.size() - 1) * bucket.numel * flat.element_size()
             if groups.pp.size() > 1:
                 dist.broadcast(flat, dist.get_global_rank(groups.pp, bucket.stage), group=groups.pp)
                 if groups.pp_rank != bucket.stage:
@@ -120,7 +144,9 @@ class WeightExporter:
             offset = 0
             for entry in bucket.entries:
                 parts = [row[offset : offset + entry.numel].view(entry.shape) for row in flat]
-                full = entry.assemble(parts)
-                self.stats.exported_bytes += full.numel() * full.element_size()
-                yield entry.name, full
+                shards = len(parts) // len(entry.names)
+                for number, name in enumerate(entry.names):
+                    full = entry.assemble(parts[number * shards : (number + 1) * shards])
+                    self.stats.exported_bytes += full.numel() * full.element_size()
+                    yield name, full
                 offset += entry.numel

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torchrun_launch import run_torchrun
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 SHAPE = {
     "vocab_size": 259,  # odd: padded on every rank count, so padded columns would show in the soft-max
@@ -19,6 +19,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
     "low_freq_factor": 2.0, "high_freq_factor": 5.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
+EXPERTS = {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "llama_tied_llama3_rope": LlamaConfig(**{**SHAPE, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -27,6 +28,8 @@ CONFIGS = {
     "qwen2_tied": Qwen2Config(**{**SHAPE, "tie_word_embeddings": True}),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3_tied": Qwen3Config(**{**SHAPE, "tie_word_embeddings": True}, head_dim=32),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts_per_tok=2, norm_topk_prob=True),
+    "qwen3_moe_tied_unnormalised": Qwen3MoeConfig(**{**SHAPE, "tie_word_embeddings": True}, **EXPERTS, num_experts_per_tok=3),
 }
 
 
@@ -49,8 +52,8 @@ def family_folders(tmp_path_factory):
     ("ranks", "layouts"),
     [
         (1, ["tp1pp1"]),
-        (2, ["tp2pp1", "tp2pp1sp", "tp1pp2", "cp2", "tp1pp1"]),
-        (4, ["tp2pp2", "tp2pp2sp", "tp1pp4", "tp4pp1", "tp2pp1", "cp4", "tp2cp2sp"]),
+        (2, ["tp2pp1", "tp2pp1sp", "tp1pp2", "cp2", "tp1pp1", "ep2", "ep2allgather", "etp2", "tp2spetp1", "tp2spetp1ep2"]),
+        (4, ["tp2pp2", "tp2pp2sp", "tp1pp4", "tp4pp1", "tp2pp1", "cp4", "tp2cp2sp", "pp2ep2", "tp2spep2", "ep2etp2allgather"]),
     ],
 )
 def test_megatron_equals_transformers_and_exports_what_it_imported(family_folders, ranks, layouts):

@@ -2,7 +2,7 @@
 
 import importlib
 
-NAMES = ("llama", "qwen2", "qwen3")
+NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def load_all() -> None:

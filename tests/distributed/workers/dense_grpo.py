@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 STEPS, GROUPS, COMPLETIONS = 3, 4, 4
 MINI_BATCHES, EPOCHS = 2, 2
@@ -41,39 +41,85 @@ def make_rollouts(step: int, vocab_size: int) -> list[Row]:
     return rows
 
 
+def load(folder: Path) -> torch.nn.Module:
+    """The model in float64; its experts, where it has some, one by one: the grouped product has no float64."""
+    config = AutoConfig.from_pretrained(folder)
+    options = {"experts_implementation": "eager"} if getattr(config, "num_experts", 0) else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options)
+
+
 def completion_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
     """log p(token) of each completion token, [L], from one unpadded forward."""
+    return forward(model, row)[0]
+
+
+def forward(model: torch.nn.Module, row: Row, **options: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+    """Return completion_logprobs and, with `output_router_logits=True`, the router logits [tokens, E] of each layer."""
     ids = torch.tensor([[*row.prompt, *row.tokens.tolist()]])
-    logits = model(ids).logits[0, len(row.prompt) - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None])[:, 0]
+    output = model(ids, **options)
+    logits = output.logits[0, len(row.prompt) - 1 : -1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None])[:, 0], getattr(output, "router_logits", None)
 
 
-def train_dense(folder: Path) -> dict:
-    """Run all steps; return per update (loss, grad_norm) and the final state dict, float64."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+def balance_loss(router_logits: tuple[torch.Tensor, ...], top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """DeepSeek-V3 (arXiv 2412.19437), Eq. 17 to 20, of one sequence, summed over layers; and its tokens per expert, [layers, E].
+
+    The last token predicts nothing and is no input of the trained model.
+    """
+    total, counts = torch.zeros((), dtype=torch.float64), []
+    for logits in router_logits:
+        scores = logits[:-1].double().softmax(-1)
+        tokens, experts = scores.shape
+        count = torch.nn.functional.one_hot(scores.topk(top_k).indices, experts).sum((0, 1)).double()
+        total = total + (count * experts / (top_k * tokens) * scores.mean(0)).sum()
+        counts.append(count)
+    return total, torch.stack(counts)
+
+
+def train_dense(folder: Path, balance_coefficient: float = 0.0) -> dict:
+    """Run all steps; return per update (loss, grad_norm), per step the expert loads [layers, E], and the final state dict, float64."""
+    model, reference = load(folder), load(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0)
-    updates = []
+    updates, loads = [], []
+    experts = getattr(model.config, "num_experts", 0)
     for step in range(STEPS):
         rows = make_rollouts(step, model.config.vocab_size)
         with torch.no_grad():
             old = [completion_logprobs(model, row) for row in rows]
             ref = [completion_logprobs(reference, row) for row in rows]
+        loads.append(0)
         for _ in range(EPOCHS):
             for mini_batch in np.array_split(np.arange(GROUPS), MINI_BATCHES):
                 members = [i for i, row in enumerate(rows) if row.group in mini_batch]
-                loss = torch.zeros((), dtype=torch.float64)
+                loss = balance = torch.zeros((), dtype=torch.float64)
                 for i in members:
                     rewards = np.array([row.reward for row in rows if row.group == rows[i].group])
                     advantage = 0.0 if rewards.std() == 0 else (rows[i].reward - rewards.mean()) / rewards.std()
-                    actor = completion_logprobs(model, rows[i])
+                    actor, router_logits = forward(model, rows[i], **({"output_router_logits": True} if experts else {}))
+                    if experts:
+                        sequence_balance, counts = balance_loss(router_logits, model.config.num_experts_per_tok)
+                        balance, loads[-1] = balance + sequence_balance / len(members), loads[-1] + counts
                     ratio = torch.exp(actor - old[i])
                     surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
                     u = ref[i] - actor
                     loss = loss - (surrogate - KL_COEF * (torch.exp(u) - u - 1)).mean() / len(members)
                 optimizer.zero_grad()
-                loss.backward()
+                (loss + balance_coefficient * balance).backward()
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
                 optimizer.step()
                 updates.append((loss.item(), grad_norm.item()))
-    return {"updates": updates, "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+    return {"updates": updates, "loads": loads, "balance_coefficient": balance_coefficient, "weights": hub_names(model.state_dict())}
+
+
+def hub_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of the tensors under the names of checkpoints, where the experts that transformers fuses stand one by one."""
+    tensors = {}
+    for name, tensor in state.items():
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            tensors[name] = tensor.clone()
+            continue
+        prefix, kind = name.rsplit(".", 1)
+        for expert, weight in enumerate(tensor):
+            parts = {"down_proj": weight} if kind == "down_proj" else dict(zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True))
+            tensors |= {f"{prefix}.{expert}.{part}.weight": value.clone() for part, value in parts.items()}
+    return tensors

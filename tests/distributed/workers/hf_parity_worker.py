@@ -58,9 +58,13 @@ def dense_logprobs(folder: Path, samples: list[TrainSample]) -> dict[tuple[int, 
 
 
 def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGroups) -> None:
-    alignment = token_alignment(ParallelConfig(**sizes, sp="sp" in layout), "fp32")
     hf = read_hf_config(folder)
-    config = build_transformer_config(hf, groups, build_precision("fp32"), sp="sp" in layout)
+    if hf.num_experts is None and {"ep", "etp"} & sizes.keys():
+        return
+    sp = "sp" in layout or (groups.tp.size() > 1 and hf.num_experts is not None)  # experts are dispatched from tokens split over tp
+    alignment = token_alignment(ParallelConfig(**sizes, sp=sp), "fp32")
+    dispatcher = "allgather" if "allgather" in layout else "alltoall"
+    config = build_transformer_config(hf, groups, build_precision("fp32"), sp, moe_dispatcher=dispatcher)
     model = load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False)
     samples = make_samples(hf.vocab_size)
     expected = dense_logprobs(folder, samples)
@@ -88,7 +92,7 @@ def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGrou
 def main() -> None:
     models, *layouts = sys.argv[1:]
     for layout in layouts:
-        sizes = {name: int(size) for name, size in re.findall(r"(tp|cp|pp)(\d+)", layout)}
+        sizes = {name: int(size) for name, size in re.findall(r"(etp|ep|tp|cp|pp)(\d+)", layout)}
         groups = build_groups(ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes), timeout_seconds=120)
         for folder in sorted(Path(models).iterdir()):
             check(folder, layout, sizes, groups)

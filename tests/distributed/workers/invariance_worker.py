@@ -89,7 +89,7 @@ def relative(value: float, expected: float) -> float:
 
 
 def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> None:
-    sizes = {name: int(size) for name, size in re.findall(r"(tp|cp|(?<!v)pp|vpp)(\d+)", layout_name)}
+    sizes = {name: int(size) for name, size in re.findall(r"(etp|ep|tp|cp|vpp|pp)(\d+)", layout_name)}
     uneven = {"layers_first_stage": 1} if "uneven" in layout_name else {}
     written = {"pipeline_layout": layout_name.split("=")[1]} if "=" in layout_name else {}
     layout = ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes, **uneven, **written)
@@ -100,7 +100,15 @@ def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> 
     hf = read_hf_config(folder)
 
     def load():
-        transformer_config = build_transformer_config(hf, groups, build_precision("fp32"), sp, recompute)
+        transformer_config = build_transformer_config(
+            hf,
+            groups,
+            build_precision("fp32"),
+            sp,
+            recompute,
+            moe_dispatcher="allgather" if "allgather" in layout_name else "alltoall",
+            router_aux_loss_coef=expected["balance_coefficient"],
+        )
         return load_stage_model(str(folder), hf, transformer_config, groups, DEVICE, use_te=False)
 
     overlap = "overlap" in layout_name
@@ -123,14 +131,19 @@ def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> 
         MicroBatchBuilder(DEVICE, rules, 0, False, layout.cp, groups.cp_rank),
         rules,
     )
-    losses, norms = [], []
+    losses, norms, load_ratios = [], [], []
     for step in range(dense_grpo.STEPS):
         result = updater.run(make_rollouts(step, hf.vocab_size), lambda k: dense_grpo.LR, lambda metrics: losses.append(metrics["loss"]))
         norms += [applied.grad_norm for applied in result.applied]
+        if hf.num_experts:
+            load_ratios.append([result.metrics[f"expert_load_ratio/layer_{layer}"] for layer in range(hf.num_layers)])
     assert len(losses) == len(norms) == len(expected["updates"])
     for update, (loss, norm, (want_loss, want_norm)) in enumerate(zip(losses, norms, expected["updates"], strict=True)):
         assert relative(loss, want_loss) <= TOLERANCE, f"{layout_name}:{packing_name} update {update}: loss {loss} instead of {want_loss}"
         assert relative(norm, want_norm) <= TOLERANCE, f"{layout_name}:{packing_name} update {update}: norm {norm} instead of {want_norm}"
+    for ratios, loads in zip(load_ratios, expected["loads"], strict=bool(hf.num_experts)):
+        # Two scores that differ by less than float32's rounding may swap an expert: one token more or less.
+        torch.testing.assert_close(torch.tensor(ratios, dtype=torch.float64), loads.amax(1) / loads.mean(1), rtol=0, atol=0.02)
     for name, tensor in WeightExporter(actor.model).tensors():
         want = expected["weights"][name]
         error = float((tensor.double() - want).norm() / want.norm())

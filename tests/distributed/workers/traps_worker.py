@@ -28,7 +28,7 @@ def batched_p2p(layout, num_layers):
 
 build_pipeline_fields = build.pipeline_fields
 nothing = lambda *args: None  # noqa: E731
-averaging = lambda *args: build_transformer_config(*args, calculate_per_token_loss=False)  # noqa: E731
+averaging = lambda *args, **options: build_transformer_config(*args, **options, calculate_per_token_loss=False)  # noqa: E731
 # Equal micro-batches: of unequal ones mixed-up shapes would raise. Case, what takes the fix away, what is then wrong
 REMOVED = {
     "interleaving on two stages with batched p2p is refused": (

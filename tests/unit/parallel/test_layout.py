@@ -52,6 +52,11 @@ def test_expert_ranks_come_right_after_tp():
     assert layout.coordinates(3) == Coordinates(tp=1, cp=0, dp=1, pp=0, ep=1)
 
 
+def test_split_experts_take_the_fastest_axis_of_the_expert_grid():
+    layout = ParallelLayout(world_size=8, tp=1, ep=2, etp=2)
+    assert [layout.coordinates(rank).ep for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
 @given(layouts)
 def test_replicas_share_the_ranks_out(layout):
     ranks = [rank for dp in range(layout.dp) for rank in layout.ranks_of_replica(dp)]
@@ -118,6 +123,18 @@ def test_replicas_share_the_ranks_out(layout):
         (ParallelLayout(world_size=4, pp=4, vpp=2, layers_first_stage=6, layers_last_stage=6), QWEN3, []),
         (ParallelLayout(world_size=2, pp=2, vpp=2, pipeline_layout="Et*10|(t*9|)*2L"), QWEN3, []),
         (ParallelLayout(world_size=4, tp=2, pp=2), QWEN3, []),
+        (
+            ParallelLayout(world_size=4, tp=2, ep=4, etp=2),
+            None,
+            ["etp 2 * ep 4 = 8 does not divide the ranks of a stage, tp * cp * dp = 2 * 1 * 2 = 4"],
+        ),
+        (ParallelLayout(world_size=4, tp=2, ep=4, etp=1), {"num_local_experts": 8, "moe_intermediate_size": 3}, []),
+        (
+            ParallelLayout(world_size=2, tp=2),
+            {"num_local_experts": 8, "moe_intermediate_size": 3, "intermediate_size": 8},
+            ["3 feed-forward columns are not a multiple of tp 2: 3 / 2 = 1.5"],
+        ),
+        (ParallelLayout(world_size=2, ep=2, etp=1), QWEN3, ["ep 2: the model has no experts", "etp 1: the model has no experts"]),
     ],
 )
 def test_validation_carries_the_arithmetic(layout, model, lines):
