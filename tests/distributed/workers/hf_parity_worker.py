@@ -77,8 +77,8 @@ def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGrou
         assert all(batch.tokens.shape[1] * groups.cp.size() <= rules.max_tokens for batch in batches)
         for batch, logprobs in zip(batches, compute_logprobs(model, model.chunks, batches, TEMPERATURE), strict=groups.is_last_stage):
             for sequence, key in enumerate(batch.keys):
-                rows = batch.sequence_ids == sequence
-                gaps = (logprobs[rows].double() - expected[key][batch.positions[rows]]).abs()
+                rows = (batch.sequence_ids == sequence).nonzero()[:, 0]
+                gaps = (logprobs[rows].double().cpu() - expected[key][batch.positions[rows].cpu()]).abs()
                 assert bool((gaps <= TOLERANCE).all()), (
                     f"{folder.name} {layout} packing={packing} share={share} sample {key}: gap {gaps.max():.2e}"
                 )
@@ -86,7 +86,7 @@ def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGrou
     exported = {name: tensor.clone() for name, tensor in WeightExporter(model, bucket_bytes=40_000).tensors()}
     assert exported.keys() == stored.keys(), exported.keys() ^ stored.keys()
     for name, tensor in stored.items():
-        assert torch.equal(exported[name], tensor), f"{folder.name} {layout}: {name} changed between import and export"
+        assert torch.equal(exported[name].cpu(), tensor), f"{folder.name} {layout}: {name} changed between import and export"
 
 
 def main() -> None:

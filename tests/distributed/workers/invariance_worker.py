@@ -146,7 +146,7 @@ def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> 
         torch.testing.assert_close(torch.tensor(ratios, dtype=torch.float64), loads.amax(1) / loads.mean(1), rtol=0, atol=0.02)
     for name, tensor in WeightExporter(actor.model).tensors():
         want = expected["weights"][name]
-        error = float((tensor.double() - want).norm() / want.norm())
+        error = float((tensor.double().cpu() - want).norm() / want.norm())
         assert error <= TOLERANCE, f"{layout_name}:{packing_name}: weights of {name} off by {error:.1e}"
 
 

@@ -116,7 +116,7 @@ def export_gradients(actor: Actor, exporter: WeightExporter) -> dict[str, torch.
     weights = [parameter.data for parameter in parameters]
     for parameter in parameters:
         parameter.data = parameter.main_grad
-    gradients = {name: tensor.double() for name, tensor in exporter.tensors()}
+    gradients = {name: tensor.double().cpu() for name, tensor in exporter.tensors()}
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data = weight
     return gradients
