@@ -45,7 +45,9 @@ def check_split(num_layers: int, pp: int, vpp: int | None, first: int | None, la
     taken = " - ".join(f"{layers} ({name})" for name, layers in ends)
     if middle == 0 and rest:
         yield f"{num_layers} layers - {taken} = {rest}, but no stage is left for them"
-    elif middle and (rest < middle * chunks or rest % (middle * chunks)):
+    elif rest < middle * chunks:
+        yield f"{num_layers} layers - {taken} = {rest}, too few for {middle} middle stages of at least {chunks}"
+    elif middle and rest % (middle * chunks):
         each = f"{middle} middle stages" if vpp is None else f"{middle} middle stages * vpp {vpp}"
         share = f"{rest} / {middle * chunks} = {rest / (middle * chunks):g}"
         yield f"{num_layers} layers - {taken} = {rest} are not a multiple of {each}: {share}"

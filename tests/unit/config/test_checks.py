@@ -62,6 +62,23 @@ def test_defaults_have_no_problem(run_file):
             ["parallel.pp=3"],
             "parallel: 4 layers are not a multiple of pp 3: 4 / 3 = 1.33333; on 3 ranks these work: dp 3",
         ),
+        (
+            2,
+            ["parallel.pp=2", "parallel.layers_first_stage=5"],
+            "parallel: 4 layers - 5 (layers_first_stage) = -1, too few for 1 middle stages of at least 1; "
+            "on 2 ranks these work: pp 2, dp 1 | dp 2 | tp 2, dp 1",
+        ),
+        (
+            2,
+            ["parallel.cp=2", "update.max_tokens_per_microbatch=769", "data.max_prompt_tokens=513"],
+            "update.max_tokens_per_microbatch: 769 (768 in multiples of 4): one sequence can have data.max_prompt_tokens 513 + "
+            "rollout.max_new_tokens 256 = 769 tokens",
+        ),
+        (
+            1,
+            ["parallel.overlap_param_gather=true"],
+            "parallel.overlap_param_gather: true: needs overlap_grad_reduce: true, whose buckets it gathers",
+        ),
         (1, ["parallel.sp=true"], "parallel.sp: true: shards activations over tp, which is 1; it needs tp > 1"),
         (
             1,
