@@ -12,7 +12,7 @@ from megagrpo.algorithms.losses import LossInputs
 from megagrpo.algorithms.metrics import Metric, merge_metrics
 from megagrpo.models.build import StageModel
 from megagrpo.ops.exact_kl import linear_exact_kl
-from megagrpo.ops.token_loss import linear_token_loss
+from megagrpo.ops.token_loss import fits_one_chunk, linear_token_loss
 from megagrpo.parallel.token_shard import sum_sequences
 from megagrpo.policy.batch import MicroBatch
 from megagrpo.policy.forward import loss_rows, row_logprobs
@@ -42,8 +42,8 @@ class RowTerms:
 class PolicyLoss:
     """Callable that the pipeline schedule runs on each micro-batch's output.
 
-    A token-local loss forms its gradient while the logits are there (three GEMMs, `linear_token_loss`); one with sequence statistics or
-    the exact KL recomputes the logits in the backward (four GEMMs, `linear_logprobs`).
+    A token-local loss, and a sequence loss whose rows fit one chunk, forms its gradient while the logits are there (three GEMMs, four with
+    the exact KL: `linear_token_loss`); other sequence losses recompute the logits in the backward (four and six GEMMs).
     """
 
     def __init__(
@@ -68,9 +68,19 @@ class PolicyLoss:
         terms = self.rows[id(batch)]
         keep = torch.arange(len(batch.targets), device=batch.targets.device) if terms.keep is None else terms.keep.nonzero()[:, 0]
         hidden = loss_rows(self.model, output, batch)[keep]
-        if self.algorithm.needs_whole_sequences or self.algorithm.needs_exact_kl:
-            return self._from_logprobs(batch, terms, keep, hidden)
-        return self._from_chunks(batch, terms, keep, hidden)
+        if self._may_take_chunks(hidden):
+            return self._from_chunks(batch, terms, keep, hidden)
+        return self._from_logprobs(batch, terms, keep, hidden)
+
+    def _may_take_chunks(self, hidden: torch.Tensor) -> bool:
+        """Whether the rows may be given to the loss chunk by chunk: always for a token-local loss, else if one chunk holds all.
+
+        Under context parallelism the sums of a sequence loss are collectives that all ranks must reach alike, rows or no rows.
+        """
+        if not self.algorithm.needs_whole_sequences:
+            return True
+        one_rank_sums = self.model.groups.cp.size() == 1
+        return one_rank_sums and fits_one_chunk(hidden, self.model.output_weight, self.algorithm.needs_exact_kl)
 
     def _from_logprobs(
         self, batch: MicroBatch, terms: RowTerms, keep: torch.Tensor, hidden: torch.Tensor
@@ -104,8 +114,10 @@ class PolicyLoss:
         chunks: list[Mapping[str, Metric]] = []
         weights = self._weights(batch, keep)
 
-        def chunk_loss(logprobs: torch.Tensor, entropy: torch.Tensor | None, rows: slice) -> torch.Tensor:
-            inputs = self._inputs(batch, terms, keep[rows], logprobs, entropy, None)
+        def chunk_loss(
+            logprobs: torch.Tensor, entropy: torch.Tensor | None, rows: slice, exact_kl: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            inputs = self._inputs(batch, terms, keep[rows], logprobs, entropy, exact_kl)
             output = self.algorithm.token_loss(inputs)
             chunks.append(aggregate_loss(output, weights[rows])[1])
             return output.loss * weights[rows].to(output.loss.dtype)
@@ -120,6 +132,7 @@ class PolicyLoss:
             group=self.model.groups.tp,
             compute_entropy=True,
             reduce_hidden_grad=not self.model.config.sequence_parallel,
+            reference=(terms.ref_hidden[keep], self.reference.output_weight) if self.algorithm.needs_exact_kl else None,
         )
         return result.loss, merge_metrics(chunks) | self._mismatch(batch, terms, keep, result.logprobs)
 
