@@ -71,6 +71,7 @@ class RowLayout:
     longest_prompt: int  # Lp
     cells: torch.Tensor  # int64 [R]: a row's cell in the grid, prompt slot * M + rank among the prompt's rows
     prompt_mask: torch.Tensor  # bool [R, Lp], True where the prompt has no token
+    full: bool  # row i is cell i, for every cell: the grid is a view of the rows
 
     @classmethod
     def build(cls, prompt_slots: np.ndarray, prompt_lengths: np.ndarray, device: torch.device | str) -> "RowLayout":
@@ -82,20 +83,24 @@ class RowLayout:
         width, longest = int(counts.max()), int(prompt_lengths.max())
         mask = np.arange(longest)[None, :] >= prompt_lengths[prompt_slots][:, None]
         cells = torch.from_numpy(prompt_slots * width + ranks).to(device)
-        return cls(len(prompt_lengths), width, longest, cells, torch.from_numpy(mask).to(device))
+        full = len(prompt_slots) == len(prompt_lengths) * width and bool((np.diff(prompt_slots) >= 0).all())
+        return cls(len(prompt_lengths), width, longest, cells, torch.from_numpy(mask).to(device), full)
 
     def to_grid(self, rows: torch.Tensor) -> torch.Tensor:
         """[R, Hkv, g, X] -> [P, Hkv, M * g, X]; cells without a row are 0."""
         _, heads, group, width = rows.shape
-        grid = rows.new_zeros(self.prompts * self.width, heads, group, width)
-        grid[self.cells] = rows
+        grid = rows
+        if not self.full:
+            grid = rows.new_zeros(self.prompts * self.width, heads, group, width)
+            grid[self.cells] = rows
         return grid.view(self.prompts, self.width, heads, group, width).transpose(1, 2).reshape(self.prompts, heads, -1, width)
 
     def to_rows(self, grid: torch.Tensor) -> torch.Tensor:
         """[P, Hkv, M * g, X] -> [R, Hkv, g, X]."""
         prompts, heads, _, width = grid.shape
         cells = grid.view(prompts, heads, self.width, -1, width).transpose(1, 2)
-        return cells.reshape(prompts * self.width, heads, -1, width)[self.cells]
+        rows = cells.reshape(prompts * self.width, heads, -1, width)
+        return rows if self.full else rows[self.cells]
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,14 @@ class DecodeStep:
     longest: int  # Lt, the newest tokens included
     capacity: int  # slots to hold ready for completions
     mask: torch.Tensor  # [R, 1, 1, Lp + Lt]: 0 or -inf
+    common_position: int | None  # where all rows are equally long
+
+    def write(self, storage: torch.Tensor, newest: torch.Tensor) -> None:
+        """Store the newest tokens [Hkv, R, D] in `storage` [slots, Hkv, tokens, D]; one strided copy where rows are equally long."""
+        if self.common_position is not None:
+            storage[: len(self.rows), :, self.common_position] = newest.transpose(0, 1)
+        else:
+            storage[self.rows, :, self.positions] = newest.transpose(0, 1)
 
     @classmethod
     def build(cls, layout: RowLayout, positions: np.ndarray, capacity: int) -> "DecodeStep":
@@ -117,7 +130,9 @@ class DecodeStep:
         unwritten = torch.arange(longest, device=device)[None, :] > newest[:, None]
         hidden = torch.cat([layout.prompt_mask, unwritten], dim=1)
         mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
-        return cls(layout, torch.arange(len(positions), device=device), newest, longest, capacity, mask[:, None, None, :])
+        rows = torch.arange(len(positions), device=device)
+        common = longest - 1 if bool((positions == longest - 1).all()) else None
+        return cls(layout, rows, newest, longest, capacity, mask[:, None, None, :], common)
 
 
 class RolloutCache:
@@ -149,8 +164,8 @@ class RolloutCache:
         step, layout = self.step, self.step.layout
         rows, kv_heads = len(step.rows), key.shape[0]
         keys, values = self.completions.reserve(layer, key, step.capacity, step.longest)
-        keys[step.rows, :, step.positions] = key.transpose(0, 1)
-        values[step.rows, :, step.positions] = value.transpose(0, 1)
+        step.write(keys, key)
+        step.write(values, value)
         prompt_keys, prompt_values = (part[: layout.prompts, :, : layout.longest_prompt] for part in self.prompts.reserve(layer, key, 0, 0))
         keys, values = keys[:rows, :, : step.longest], values[:rows, :, : step.longest]
 

@@ -12,6 +12,7 @@ from megagrpo.config.schema import EngineConfig
 from megagrpo.errors import UserError
 from megagrpo.rollout.engines.base import Engine, EngineError, EngineHealth
 from megagrpo.rollout.engines.decoding import Decoder, Request
+from megagrpo.rollout.engines.fused_projections import fuse_query_key_value
 from megagrpo.rollout.engines.hf_model import build_model, end_token_ids, load_from_folder
 from megagrpo.rollout.engines.kv_cache import RolloutCache
 from megagrpo.rollout.engines.stopping import StopRule
@@ -61,6 +62,7 @@ class TransformersEngine(Engine):
         self._device = torch.device(device)
         self._tokenizer = tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
         self._model = build_model(model_folder, _ATTENTION, dtype, load_weights).to(self._device)
+        fuse_query_key_value(self._model)
         self._end_token_ids = end_token_ids(model_folder, self._model.config, self._tokenizer)
         self._weights = InPlaceWeights(self._model)
         if load_weights:
@@ -118,6 +120,7 @@ class TransformersEngine(Engine):
     def wake(self) -> None:
         self._require("asleep")
         self._move(self._device)
+        fuse_query_key_value(self._model)
         self._asleep = False
 
     def abort(self) -> None:
