@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megagrpo/__init__.py").rea
 
 REWARDS = ["math-verify==0.9.0"]
 REPORT = ["plotly>=5"]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "types-PyYAML", *REWARDS, *REPORT]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", *REWARDS, *REPORT]
 
 setup(
     name="megagrpo",

@@ -42,8 +42,9 @@ class RowTerms:
 class PolicyLoss:
     """Callable that the pipeline schedule runs on each micro-batch's output.
 
-    A token-local loss, and a sequence loss whose rows fit one chunk, forms its gradient while the logits are there (three GEMMs, four with
-    the exact KL: `linear_token_loss`); other sequence losses recompute the logits in the backward (four and six GEMMs).
+    Where `_may_take_chunks`, the gradient is formed while the logits are there (three GEMMs, four with the exact KL: `linear_token_loss`);
+    otherwise the backward recomputes the logits (four and six GEMMs: `linear_logprobs`, `linear_exact_kl`). Either way a micro-batch under
+    tensor parallelism costs one MAX and one SUM over its rows.
     """
 
     def __init__(
@@ -73,14 +74,17 @@ class PolicyLoss:
         return self._from_logprobs(batch, terms, keep, hidden)
 
     def _may_take_chunks(self, hidden: torch.Tensor) -> bool:
-        """Whether the rows may be given to the loss chunk by chunk: always for a token-local loss, else if one chunk holds all.
+        """Whether the gradient is formed in the forward, which may hand the rows to the loss chunk by chunk.
 
-        Under context parallelism the sums of a sequence loss are collectives that all ranks must reach alike, rows or no rows.
+        One chunk always may. Several chunks cost a pair of collectives each under tensor parallelism and cut sequences apart, so they are
+        for token-local losses on one tensor parallel rank. Under context parallelism the sums of a sequence loss are collectives too,
+        which all ranks must reach alike, rows or no rows.
         """
-        if not self.algorithm.needs_whole_sequences:
+        if self.algorithm.needs_whole_sequences and self.model.groups.cp.size() > 1:
+            return False
+        if self.model.tp == 1 and not self.algorithm.needs_whole_sequences:
             return True
-        one_rank_sums = self.model.groups.cp.size() == 1
-        return one_rank_sums and fits_one_chunk(hidden, self.model.output_weight, self.algorithm.needs_exact_kl)
+        return fits_one_chunk(hidden, self.model.output_weight, self.algorithm.needs_exact_kl)
 
     def _from_logprobs(
         self, batch: MicroBatch, terms: RowTerms, keep: torch.Tensor, hidden: torch.Tensor
