@@ -5,6 +5,7 @@ Each is silent without the fix (wrong numbers, no exception) or breaks a run wit
 """
 
 import functools
+import queue
 from typing import Any
 
 import torch
@@ -22,6 +23,37 @@ def apply() -> None:
     _fix_lost_all_reduce()
     _fix_torch_adamw_state()
     _fix_router_without_te()
+    _fix_checkpoint_writers_that_die()
+
+
+def _fix_checkpoint_writers_that_die() -> None:
+    """The checkpoint writer (0.16.1) forks a process per file and waits without a time-out until each has reported.
+
+    A fork of a process with OpenMP and gloo threads can die before that, and the rank then waits for ever (seen once in some tens of
+    saves). Saves are synchronous here, so each rank writes its files itself; later versions write in threads. The queue of the results
+    need then not be a manager process either, whose start costs seconds in the first save.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    writer = filesystem_async.FileSystemWriterAsync
+    if not hasattr(writer, "write_preloaded_data_multiproc"):
+        return
+
+    def write_in_this_process(transforms: list, use_msc: bool, rank: int, write_buckets: list, global_results_queue: Any) -> None:
+        results: dict[int, Any] = {}
+        for index, bucket in enumerate(write_buckets):
+            reported, counted = queue.Queue(), queue.Queue()
+            counted.put(index)
+            writer.write_preloaded_data(transforms, index, bucket, reported, counted, use_fsync=True, use_msc=use_msc)
+            _, outcome = reported.get_nowait()
+            if isinstance(outcome, Exception):
+                global_results_queue.put(outcome)
+                return
+            results[index] = outcome
+        global_results_queue.put(results)
+
+    writer.write_preloaded_data_multiproc = staticmethod(write_in_this_process)
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _fix_lost_all_reduce() -> None:
