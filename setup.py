@@ -26,6 +26,7 @@ setup(
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
         "transformers>=5.16,<5.20",
+        "psutil>=5.9",  # megatron-core's checkpoint writer needs it and does not say so
         "safetensors>=0.5",
         "numpy>=1.26",
         "pydantic>=2.7,<3",

@@ -29,9 +29,9 @@ def apply() -> None:
 def _fix_checkpoint_writers_that_die() -> None:
     """The checkpoint writer (0.16.1) forks a process per file and waits without a time-out until each has reported.
 
-    A fork of a process with OpenMP and gloo threads can die before that, and the rank then waits for ever (seen once in some tens of
-    saves). Saves are synchronous here, so each rank writes its files itself; later versions write in threads. The queue of the results
-    need then not be a manager process either, whose start costs seconds in the first save.
+    A writer that dies before it reports (a missing psutil is enough: it is used outside the writer's own try) leaves the rank waiting for
+    ever, without a word. Saves are synchronous here, so each rank writes its files itself and an error is an error; later versions write
+    in threads. The queue of the results need then not be a manager process either, whose start costs seconds in the first save.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
