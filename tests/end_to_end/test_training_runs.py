@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ VARIANTS = {
     "entropy": ["algorithm.entropy_coef=0.01"],
     "bf16": ["precision.recipe=bf16", "rollout.max_logprob_gap=null"],
     "dapo": ["algorithm.preset=dapo", "algorithm.kl.coef=0", "algorithm.dynamic_sampling.max_refills=2"],
-    "no_signal": ["algorithm.preset=dapo", "algorithm.kl.coef=0", "rollout.temperature=0.01", "rollout.max_logprob_gap=null"],
+    "no_signal": ["algorithm.preset=dapo", f"rewards.functions.0.name={Path(__file__).parent / 'constant_reward.py'}:constant"],
     "top_k": ["rollout.top_k=5", "rollout.max_logprob_gap=null"],
     "unpacked": ["update.packing=false"],
     "recompute": ["update.recompute=full"],
@@ -128,9 +129,10 @@ def test_resume_in_another_layout_goes_on_within_rounding(tp2_run, run_all, rows
 
 
 def test_a_step_without_any_signal_changes_nothing_and_goes_on(variants, rows_of):
-    """Nearly greedy samples of a group agree, so dynamic sampling drops every group, up to its bound."""
+    """Every reward is equal, so dynamic sampling drops every group up to its bound, and no update is made."""
     for row in rows_of(variants["no_signal"])[1:]:
-        assert (row["rollout/dropped_groups"] > 0 and row["update/trained_tokens"] == 0) or "optimizer/grad_norm" in row
+        assert row["rollout/dropped_groups"] == 8 * (1 + row["rollout/refills"]) and row["rollout/refills"] == 3
+        assert row["update/trained_tokens"] == 0 and "optimizer/grad_norm" not in row
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"no_signal"}))

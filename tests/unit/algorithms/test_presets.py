@@ -36,7 +36,8 @@ def test_dr_grpo_divides_by_the_generation_budget():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_builds_an_algorithm(name):
-    Algorithm(resolve(algorithm={"preset": name}), completions_per_prompt=8, max_new_tokens=256)
+    algorithm = Algorithm(resolve(algorithm={"preset": name}), completions_per_prompt=8, max_new_tokens=256)
+    assert algorithm.config.preset == name
 
 
 @pytest.mark.parametrize("name", PRESETS)
