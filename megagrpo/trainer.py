@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megagrpo.checkpoint.manager import CheckpointManager
+from megagrpo.checkpoint.run_checkpoints import RunCheckpoints
 from megagrpo.checkpoint.state import TrainerState
 from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
@@ -47,16 +47,16 @@ class Trainer:
     def __init__(self, session: Session, started: float):
         self.session, self.config, self.started = session, session.config, started
         self.run_dir = Path(self.config.run.dir)
-        self.checkpoints = CheckpointManager(
-            self.run_dir / "checkpoints", self.config.checkpoint.keep_last, hf_folder_of(self.config.model.path)
-        )
+        self.checkpoints = RunCheckpoints(session)
         self.state = TrainerState()
         self.timers = PhaseTimers()
         self._gap_checked = False
 
     def run(self) -> None:
         """Train all steps that are left, then export and sum up."""
-        resumed = self._resume()
+        restored = self.checkpoints.resume()
+        self.state = restored or self.state
+        resumed = restored.step if restored else None
         is_main = self.session.groups.rank == 0
         self.recorder = Recorder(self.run_dir, self.config.run.steps, self.config.telemetry, resumed) if is_main else None
         if self.recorder:
@@ -82,8 +82,6 @@ class Trainer:
             self.state.weight_version += 1
             self.session.publisher.publish(self.state.weight_version)
         self.state.step = step
-        self.state.prompt_position = self.session.sampler.state()
-        self.state.algorithm = self.session.algorithm.state_dict()
         metrics = self._step_metrics(rollouts, counts, result)
         metrics[names.STEP_SECONDS] = time.perf_counter() - step_started
         metrics[names.STEP_CPU_SECONDS] = sum(all_gather_metadata(time.process_time() - cpu_started))
@@ -91,10 +89,10 @@ class Trainer:
         if self._is_due(self.config.evaluation.every, step):
             metrics |= self._evaluate()
         self._record(step, metrics, rollouts)
-        if self.config.checkpoint.every and (step % self.config.checkpoint.every == 0 or step == self.config.run.steps):
+        if self.checkpoints.is_due(step):
             with self.timers.phase("checkpoint"):
                 self.state.wall_seconds = self._wall_seconds()
-                self.checkpoints.save(self.session.actor, self.state)
+                self.checkpoints.save(self.state)
 
     # ---- the verbs
 
@@ -160,17 +158,6 @@ class Trainer:
                 metrics |= evaluate_set(self.session.generator, evaluation, prompts, self.config.rollout, self.config.run.seed)
         self.timers.take()
         return metrics
-
-    def _resume(self) -> int | None:
-        """Load the newest complete checkpoint where there is one and resuming is on; return its step."""
-        complete = self.checkpoints.complete()
-        if self.config.run.resume != "auto" or not complete:
-            return None
-        self.state = self.checkpoints.load(complete[-1], self.session.actor)
-        self.session.sampler.load_state(self.state.prompt_position)
-        if self.state.algorithm:
-            self.session.algorithm.load_state_dict(self.state.algorithm)
-        return self.state.step
 
     def _finish(self) -> None:
         if self.config.run.export_hf:
