@@ -1,0 +1,157 @@
+"""What one bucket of published weights holds and where it lies: the only thing that trainer and engine process both know.
+
+This file runs inside engine processes too, in their own Python environments: it imports torch and the standard library, nothing of ours.
+A manifest travels as JSON; the bytes lie in a file of shared memory or on disk, at the offsets that it names. Both kinds of file are read
+in one way: mapped, no copy, so a tensor is a view that lives as long as the sender leaves the file alone, that is until the bucket is
+acknowledged. What must last longer is copied.
+"""
+
+import json
+import mmap
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+MAPPED_TRANSPORTS = ("shared_memory", "disk")  # location {"path": file}; the offsets count from the file's first byte
+LAYOUTS = ("full", "sharded")
+
+
+class ManifestError(ValueError):
+    """A bucket that is not what its manifest says; names the tensor and both values."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a bucket."""
+
+    name: str  # HF name under `full`, the engine's parameter name under `sharded`
+    dtype: str  # a torch dtype without its prefix: float32, bfloat16, float8_e4m3fn
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the bucket
+    nbytes: int
+    checksum: str  # `checksum_of` the tensor
+    rank: int | None = None  # the engine rank that it is for; None: every rank of the engine
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype; raises ManifestError where torch has none of that name."""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ManifestError(f"weight {self.name!r}: {self.dtype!r} is not a torch dtype")
+        return dtype
+
+
+@dataclass(frozen=True)
+class BucketManifest:
+    """One bucket of one weight version."""
+
+    version: int
+    transport: str
+    location: dict[str, Any]  # where the bytes are, as the transport says; JSON only
+    layout: str
+    tensors: tuple[TensorEntry, ...]
+
+    def to_json(self) -> str:
+        """Return the manifest as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "BucketManifest":
+        """Read `to_json`'s output.
+
+        Raises:
+            ManifestError: not JSON, a field is missing or unknown, or the layout is none.
+        """
+        try:
+            fields = json.loads(text)
+            entries = [TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields.pop("tensors")]
+            manifest = cls(**fields, tensors=tuple(entries))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ManifestError(f"bucket manifest: not readable: {type(error).__name__}: {error}") from None
+        if manifest.layout not in LAYOUTS:
+            raise ManifestError(f"bucket manifest: layout {manifest.layout!r} is none of {', '.join(LAYOUTS)}")
+        return manifest
+
+    def entries_for(self, rank: int) -> list[TensorEntry]:
+        """Return the tensors that engine rank `rank` loads."""
+        return [entry for entry in self.tensors if entry.rank in (None, rank)]
+
+
+def checksum_of(tensor: torch.Tensor) -> str:
+    """Return the CRC-32 of a CPU tensor's bytes in row-major order, as eight hexadecimal digits."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return f"{zlib.crc32(flat.numpy()):08x}"
+
+
+def check_tensor(entry: TensorEntry, tensor: torch.Tensor) -> None:
+    """Refuse a received CPU tensor that is not its entry's, or not finite.
+
+    Raises:
+        ManifestError: shape, dtype or checksum differ (both values are named), or a value is NaN or infinite.
+    """
+    if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.torch_dtype:
+        received, announced = f"{tensor.dtype} {list(tensor.shape)}", f"torch.{entry.dtype} {list(entry.shape)}"
+        raise ManifestError(f"weight {entry.name!r}: {received} received, the manifest says {announced}")
+    found = checksum_of(tensor)
+    if found != entry.checksum:
+        raise ManifestError(f"weight {entry.name!r}: checksum {found}, the sender's is {entry.checksum}")
+    if not is_finite(tensor):
+        raise ManifestError(f"weight {entry.name!r}: holds values that are not finite")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has no NaN and no infinity."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.dtype == torch.float8_e4m3fn:  # has no infinity, and NaN in one pattern of either sign
+        return not bool(((tensor.reshape(-1).view(torch.uint8) & 0x7F) == 0x7F).any())
+    return all(bool(torch.isfinite(bound)) for bound in torch.aminmax(tensor))  # NaN passes through aminmax
+
+
+def open_tensors(manifest: BucketManifest, rank: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of what engine rank `rank` loads from a mapped bucket; every one is checked before it is handed out.
+
+    Raises:
+        ManifestError: the transport is not a mapped one, the file is missing or too short, or `check_tensor` refuses a tensor.
+    """
+    if manifest.transport not in MAPPED_TRANSPORTS:
+        raise ManifestError(f"bucket manifest: transport {manifest.transport!r} is not read from a file ({', '.join(MAPPED_TRANSPORTS)})")
+    path = manifest.location.get("path")
+    try:
+        with open(path, "rb") as file:  # type: ignore[arg-type]  (None raises TypeError, told below)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # a private view: writes would not reach the file
+    except (OSError, TypeError, ValueError) as error:
+        raise ManifestError(f"bucket of version {manifest.version}: {path}: {error}") from None
+    for entry in manifest.entries_for(rank):
+        yield entry.name, read_entry(entry, mapped)
+
+
+def read_entry(entry: TensorEntry, mapped: mmap.mmap) -> torch.Tensor:
+    """Return one tensor of a mapped bucket as a view, checked."""
+    count, size = 1, entry.torch_dtype.itemsize
+    for length in entry.shape:
+        count *= length
+    if count * size != entry.nbytes or not 0 <= entry.offset <= len(mapped) - entry.nbytes:
+        raise ManifestError(
+            f"weight {entry.name!r}: {list(entry.shape)} {entry.dtype} is {count * size} bytes, "
+            f"the manifest says {entry.nbytes} at {entry.offset} of a bucket of {len(mapped)}"
+        )
+    if not count:
+        return torch.empty(entry.shape, dtype=entry.torch_dtype)
+    tensor = torch.frombuffer(mapped, dtype=entry.torch_dtype, count=count, offset=entry.offset).reshape(entry.shape)
+    check_tensor(entry, tensor)
+    return tensor
+
+
+def build_ack(manifest: BucketManifest, rank: int = 0) -> dict[str, Any]:
+    """Return what engine rank `rank` answers when it has loaded, and so checked, all its tensors of a bucket."""
+    entries = manifest.entries_for(rank)
+    return {
+        "rank": rank,
+        "version": manifest.version,
+        "tensors": {entry.name: entry.checksum for entry in entries},
+        "bytes": sum(entry.nbytes for entry in entries),
+    }
