@@ -27,6 +27,7 @@ from megagrpo.policy.update import PolicyUpdater
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.engines import ENGINES
 from megagrpo.rollout.generation import RolloutGenerator
+from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenizer
 from megagrpo.types import Prompt
 from megagrpo.weights.export import WeightExporter
@@ -46,6 +47,7 @@ class Session:
     generator: RolloutGenerator
     publisher: WeightPublisher
     sampler: PromptSampler
+    pipeline: RolloutPipeline
     evaluation_prompts: list[tuple[EvaluationSetConfig, list[Prompt]]]
 
     def close(self) -> None:
@@ -104,6 +106,8 @@ def build_session(config: Config, device: torch.device) -> Session:
     engine = ENGINES.get(config.engine.name)(
         hf_folder, config.engine, tokenizer=tokenizer, device=device, dtype=precision.params_dtype, load_weights=False
     )
+    generator = RolloutGenerator(engine, rewards, groups)
+    sampler = PromptSampler(source, config.run.seed)
     return Session(
         config=config,
         groups=groups,
@@ -111,9 +115,10 @@ def build_session(config: Config, device: torch.device) -> Session:
         actor=actor,
         algorithm=algorithm,
         updater=updater,
-        generator=RolloutGenerator(engine, rewards, groups),
+        generator=generator,
         publisher=WeightPublisher(WeightExporter(actor.model), engine),
-        sampler=PromptSampler(source, config.run.seed),
+        sampler=sampler,
+        pipeline=RolloutPipeline(config, generator, sampler),
         evaluation_prompts=evaluation_prompts,
     )
 

@@ -21,13 +21,13 @@ from megagrpo.models.hf_files import write_hf_folder
 from megagrpo.parallel.groups import all_gather_metadata, destroy_groups
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update import UpdateResult
-from megagrpo.rollout.dynamic_sampling import SamplingCounts, collect_groups
+from megagrpo.rollout.dynamic_sampling import SamplingCounts
+from megagrpo.rollout.metrics import compute_rollout_metrics
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.session import Session, build_session
 from megagrpo.telemetry import names
 from megagrpo.telemetry.recorder import Recorder
 from megagrpo.telemetry.timers import PhaseTimers
-from megagrpo.types import SamplingParams
 
 
 def run_training(config: Config, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class Trainer:
         step_started = time.perf_counter()
         cpu_started = time.process_time()
         with self.timers.phase("rollout"):
-            rollouts, counts = self._collect(step)
+            rollouts, counts = self.session.pipeline.collect(step)
         with self.timers.phase("update"):
             result = self._update(rollouts)
         with self.timers.phase("publish"):
@@ -95,26 +95,6 @@ class Trainer:
                 self.checkpoints.save(self.state)
 
     # ---- the verbs
-
-    def _collect(self, step: int) -> tuple[StepRollouts, SamplingCounts]:
-        rollout = self.config.rollout
-        sampling = SamplingParams(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop=rollout.stop,
-            stop_token_ids=rollout.stop_token_ids,
-            seed=self.config.run.seed,
-            step=step,
-        )
-
-        def generate(count: int, refill: int) -> StepRollouts:
-            # A refill may draw a prompt again (small data sets): other completion indices make it another group.
-            first_index = refill * rollout.prompts_per_step * rollout.completions_per_prompt
-            return self.session.generator.generate(self.session.sampler.next(count), sampling, rollout.completions_per_prompt, first_index)
-
-        return collect_groups(generate, rollout.prompts_per_step, self.config.algorithm.dynamic_sampling)
 
     def _update(self, rollouts: StepRollouts) -> UpdateResult:
         update = self.config.update
@@ -174,22 +154,9 @@ class Trainer:
     # ---- numbers
 
     def _step_metrics(self, rollouts: StepRollouts, counts: SamplingCounts, result: UpdateResult) -> dict[str, float]:
-        records = list(rollouts.records.values())
-        metrics: dict[str, float] = {
-            names.GENERATED_TOKENS: counts.generated_tokens,
-            "rollout/dropped_groups": counts.dropped_groups,
-            "rollout/refills": counts.refills,
-            "rollout/weight_version": min((record.weight_version for record in records), default=self.state.weight_version - 1),
-            "update/trained_tokens": result.trained_tokens,
-            names.SKIPPED_UPDATES: sum(not applied.applied for applied in result.applied),
-        }
-        if records:
-            metrics[names.REWARD] = sum(record.reward.value for record in records) / len(records)
-            for name in records[0].reward.parts:
-                metrics[f"reward/{name}"] = sum(record.reward.parts[name] for record in records) / len(records)
-            metrics["reward/failed"] = sum(record.reward.outcome != "ok" for record in records)
-            metrics["rollout/completion_tokens"] = sum(record.length for record in records) / len(records)
-            metrics["rollout/cut_by_length_fraction"] = sum(record.finish_reason == "length" for record in records) / len(records)
+        metrics = compute_rollout_metrics(rollouts, counts, self.state.weight_version - 1)
+        metrics["update/trained_tokens"] = result.trained_tokens
+        metrics[names.SKIPPED_UPDATES] = sum(not applied.applied for applied in result.applied)
         if result.applied:
             metrics[names.GRAD_NORM] = result.applied[-1].grad_norm
             metrics["optimizer/lr"] = self.session.actor.optimizer.param_groups[0]["lr"]

@@ -1,0 +1,28 @@
+"""The numbers that a step's rollouts are reported by."""
+
+from megagrpo.rollout.dynamic_sampling import SamplingCounts
+from megagrpo.rollout.rollouts import StepRollouts
+from megagrpo.telemetry import names
+
+
+def compute_rollout_metrics(rollouts: StepRollouts, counts: SamplingCounts, weight_version: int) -> dict[str, float]:
+    """Return rewards, lengths, versions and counts of one step, the same on all ranks.
+
+    Args:
+        weight_version: of the actor that is about to train on them.
+    """
+    records = list(rollouts.records.values())
+    metrics: dict[str, float] = {
+        names.GENERATED_TOKENS: counts.generated_tokens,
+        "rollout/dropped_groups": counts.dropped_groups,
+        "rollout/refills": counts.refills,
+        "rollout/weight_version": min((record.weight_version for record in records), default=weight_version),
+    }
+    if records:
+        metrics[names.REWARD] = sum(record.reward.value for record in records) / len(records)
+        for name in records[0].reward.parts:
+            metrics[f"reward/{name}"] = sum(record.reward.parts[name] for record in records) / len(records)
+        metrics["reward/failed"] = sum(record.reward.outcome != "ok" for record in records)
+        metrics["rollout/completion_tokens"] = sum(record.length for record in records) / len(records)
+        metrics["rollout/cut_by_length_fraction"] = sum(record.finish_reason == "length" for record in records) / len(records)
+    return metrics
