@@ -2,8 +2,13 @@
 
 import contextlib
 import selectors
+import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from megagrpo.errors import UserError
 from megagrpo.rewards.messages import Failed, Ready, Refused, Request, Scores, Setup
@@ -12,48 +17,95 @@ from megagrpo.rewards.process import WorkerProcess
 START_SECONDS = 120.0  # a worker imports and warms up its rewards: 0.5 to 4 s on a quiet machine, many times that on a busy one
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A request and the promise of its reply."""
+
+    request: Request
+    reply: "Future[Scores | Failed]" = field(default_factory=Future)
+
+
 class Dispatcher:
-    """A fixed number of workers, one request at a time each. One thread, no locks: `select` waits for all of them."""
+    """A fixed number of workers, one request at a time each, served by one thread whose `select` waits for all of them.
+
+    Any thread may ask. The workers belong to the serving thread: it starts them (they die with the thread that started them), so nothing
+    but the inbox is shared.
+    """
 
     def __init__(self, setup: Setup, workers: int, timeout_seconds: float):
         """Start the workers and wait until each is ready; raises UserError where one refuses the setup or ends."""
         self._setup, self._timeout_seconds = setup, timeout_seconds
         self.replaced_workers = 0  # killed after a time-out or found dead, since the start
         self._selector = selectors.DefaultSelector()
-        self._assigned: dict[WorkerProcess, int | None] = {}  # busy workers: position of the request, None while starting
+        self._assigned: dict[WorkerProcess, _Job | None] = {}  # busy workers; None while starting
         self._idle: list[WorkerProcess] = []
+        self._waiting: deque[_Job] = deque()
+        self._inbox: deque[_Job] = deque()
+        self._lock = threading.Lock()  # of the inbox and of the two below it
+        self._closing = False
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._serve, args=(workers, ready), name="rewards", daemon=True)
+        self._thread.start()
         try:
-            for _ in range(workers):
-                self._start_worker()
-            while self._assigned:
-                self._wait({})
+            ready.result()
         except BaseException:
             self.close()
             raise
 
+    def submit(self, request: Request) -> "Future[Scores | Failed]":
+        """Ask for one reply; may be called from any thread. A refusal is raised by the result, and stops all workers."""
+        job = _Job(request)
+        with self._lock:
+            if self._closing:
+                raise ValueError("the reward pool is closed")
+            self._inbox.append(job)
+            self._wake_sender.send(b"r")
+        return job.reply
+
     def run(self, requests: Sequence[Request]) -> list[Scores | Failed]:
         """Return one reply per request, in order. A refusal raises UserError and stops all workers."""
-        if not (self._idle or self._assigned):
-            raise ValueError("the reward pool is closed")
-        replies: dict[int, Scores | Failed] = {}
-        waiting = list(range(len(requests)))[::-1]
-        try:
-            while len(replies) < len(requests):
-                while waiting and self._idle:
-                    self._assign(waiting, requests)
-                self._wait(replies)
-        except BaseException:  # workers at work would answer the next call's requests with this one's scores
-            self.close()
-            raise
-        return [replies[position] for position in range(len(requests))]
+        return [reply.result() for reply in [self.submit(request) for request in requests]]
 
     def close(self) -> None:
-        """Kill and reap every worker; nothing is left to close the second time."""
+        """Kill and reap every worker; nothing is left to close the second time. Requests without a reply raise ValueError."""
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._wake_sender.send(b"c")
+        self._thread.join()
+        self._wake_sender.close()
+
+    # ---- below this line: in the serving thread alone
+
+    def _serve(self, workers: int, ready: "Future[None]") -> None:
+        failure: BaseException = ValueError("the reward pool is closed")
+        try:
+            for _ in range(workers):
+                self._start_worker()
+            while self._assigned and not self._closing:
+                self._wait()
+            ready.set_result(None)
+            while not self._closing:
+                while self._waiting and self._idle:
+                    self._assign()
+                self._wait()
+        except BaseException as error:  # told to whoever waits: this thread has nobody above it
+            failure = error
+        with self._lock:
+            self._closing = True
+            self._waiting.extend(self._inbox)
+            self._inbox.clear()
+        jobs = [*self._waiting, *(job for job in self._assigned.values() if job is not None)]
         for worker in [*self._idle, *self._assigned]:
-            self._selector.unregister(worker)
             worker.kill()
-        self._idle.clear()
-        self._assigned.clear()
+        self._selector.close()
+        self._wake_receiver.close()
+        if not ready.done():
+            ready.set_exception(failure)
+        for job in jobs:
+            job.reply.set_exception(failure)
 
     def _start_worker(self) -> None:
         worker = WorkerProcess()
@@ -62,48 +114,64 @@ class Dispatcher:
         with contextlib.suppress(BrokenPipeError):  # it ended at once: the next read says with which status
             worker.send(self._setup, START_SECONDS)
 
-    def _assign(self, waiting: list[int], requests: Sequence[Request]) -> None:
+    def _assign(self) -> None:
         worker = self._idle[-1]
         try:
-            worker.send(requests[waiting[-1]], self._timeout_seconds)
+            worker.send(self._waiting[0].request, self._timeout_seconds)
         except BrokenPipeError:  # it died while it had nothing to do: no completion is at fault
             self._replace(worker)
         else:
             self._idle.remove(worker)
-            self._assigned[worker] = waiting.pop()
+            self._assigned[worker] = self._waiting.popleft()
 
-    def _wait(self, replies: dict[int, Scores | Failed]) -> None:
-        """Wait for the next reply, end or time-out of any busy worker, and deal with it."""
-        nearest = min(worker.deadline for worker in self._assigned)
-        events = self._selector.select(max(0.0, nearest - time.monotonic()))
+    def _wait(self) -> None:
+        """Wait for new requests, or for the next reply, end or time-out of any busy worker, and deal with it."""
+        nearest = min((worker.deadline for worker in self._assigned), default=None)
+        events = self._selector.select(None if nearest is None else max(0.0, nearest - time.monotonic()))
         for key, _ in events:
-            self._receive(key.data, replies)
+            if key.data is None:
+                self._open_inbox()
+            else:
+                self._receive(key.data)
         now = time.monotonic()
         for worker in [worker for worker in self._assigned if worker.deadline <= now]:
-            self._lose(worker, replies, timed_out=True)
+            self._lose(worker, timed_out=True)
 
-    def _receive(self, worker: WorkerProcess, replies: dict[int, Scores | Failed]) -> None:
+    def _open_inbox(self) -> None:
+        self._wake_receiver.recv(1 << 16)
+        with self._lock:
+            self._waiting.extend(self._inbox)
+            self._inbox.clear()
+
+    def _receive(self, worker: WorkerProcess) -> None:
         try:
             reply = worker.receive()
         except EOFError:
-            self._lose(worker, replies, timed_out=False)
+            self._lose(worker, timed_out=False)
             return
         if isinstance(reply, Refused):
             raise UserError(reply.message)
         if reply is not None:
-            position = self._assigned.pop(worker)
+            job = self._assigned.pop(worker)
             self._idle.append(worker)
-            if position is not None and not isinstance(reply, Ready):
-                replies[position] = reply
+            if job is not None and not isinstance(reply, Ready):
+                job.reply.set_result(reply)
 
-    def _lose(self, worker: WorkerProcess, replies: dict[int, Scores | Failed], timed_out: bool) -> None:
+    def _lose(self, worker: WorkerProcess, timed_out: bool) -> None:
         """Kill a worker that hangs or is gone, put a new one in its place, and answer the request that it leaves behind."""
         was_idle = worker in self._idle
-        position = None if was_idle else self._assigned[worker]
-        status = self._replace(worker)
-        if position is not None:
+        job = None if was_idle else self._assigned[worker]
+        try:
+            status = self._replace(worker)
+        except BaseException:
+            if job is not None:
+                self._waiting.append(job)  # it fails with all the others
+            raise
+        if job is not None:
             limit = f"took over {self._timeout_seconds:g} s"
-            replies[position] = Failed("timeout", limit) if timed_out else Failed("crash", f"the process ended with {_name_status(status)}")
+            job.reply.set_result(
+                Failed("timeout", limit) if timed_out else Failed("crash", f"the process ended with {_name_status(status)}")
+            )
         elif not was_idle:
             reason = f"was not ready after {START_SECONDS:g} s" if timed_out else f"ended with {_name_status(status)} while it started"
             raise UserError(f"rewards: a worker process {reason}; its standard error is above")

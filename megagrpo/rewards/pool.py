@@ -7,6 +7,7 @@ function that loops. Threads can't be stopped, so every score is computed in a p
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 
 from megagrpo.config.schema import RewardConfig
@@ -46,6 +47,9 @@ class RewardPool:
         self.part_names = _name_parts([function.name for function in functions])
         specs = tuple(RewardSpec(function.name, dict(function.options)) for function in functions)
         self._dispatcher = Dispatcher(Setup(specs, tuple(sys.path)), workers, timeout_seconds)
+        # One group at a time each. A group that isn't done has a request at a worker as soon as one is free, so with as many threads as
+        # workers no worker is idle while a group waits.
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="score")
 
     @property
     def replaced_workers(self) -> int:
@@ -53,7 +57,7 @@ class RewardPool:
         return self._dispatcher.replaced_workers
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Reward]:
-        """Return the reward of each completion, in the order given.
+        """Return the reward of each completion, in the order given. May be called from several threads.
 
         Args:
             prompts: the prompt of each completion: as many entries as there are completions; a group repeats its prompt.
@@ -77,9 +81,14 @@ class RewardPool:
             parts.update({(reward, position): value for position, value in zip(positions, values, strict=True)})
         return [self._combine([parts[reward, i] for reward in range(len(self._functions))]) for i in range(len(completions))]
 
+    def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> "Future[list[Reward]]":
+        """Score in the background, e.g. a finished group while others are generated; the result is that of `score`."""
+        return self._threads.submit(self.score, prompts, completions)
+
     def close(self) -> None:
-        """Stop and reap the workers; may be called twice."""
+        """Stop and reap the workers; may be called twice. Scores that are waited for end with an error."""
         self._dispatcher.close()
+        self._threads.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "RewardPool":
         return self

@@ -135,6 +135,35 @@ def test_an_abort_returns_what_there_is(build_engine, prompts, model):
     assert tokens(engine.generate(prompts, params(max_new_tokens=100), range(64))) == whole  # and the next call is whole again
 
 
+def test_every_group_is_handed_over_once_as_it_is_returned(build_engine, prompts, model):
+    engine = build_engine()
+    publish(engine, model, version=1)
+    handed: dict[int, list] = {}
+
+    def on_group(position, completions):
+        assert position not in handed
+        handed[position] = completions
+
+    groups = engine.generate(prompts, params(), [3, 0], on_group)
+    assert [handed[position] for position in range(len(prompts))] == groups
+
+
+def test_a_finished_group_is_handed_over_while_others_run(build_engine, prompts, model):
+    """The first group that ends aborts the rest: there is nothing left to abort where groups come only when all have ended."""
+    engine = build_engine(config=EngineConfig(max_batch_completions=2))
+    publish(engine, model, version=1)
+    handed = []
+
+    def on_group(position, completions):
+        handed.append(position)
+        engine.abort()
+
+    groups = engine.generate(prompts, params(max_new_tokens=40), range(2), on_group)
+    reasons = [{completion.finish_reason for completion in groups[position]} for position in handed]
+    assert "abort" not in reasons[0] and any("abort" in later for later in reasons[1:])
+    assert sorted(handed) == list(range(len(prompts)))
+
+
 def test_a_closed_engine_refuses_everything_but_health_and_close(build_engine, prompts, model):
     engine = build_engine()
     publish(engine, model, version=1)

@@ -9,6 +9,9 @@ import torch
 from megagrpo.registry import Registry
 from megagrpo.types import Completion, Prompt, SamplingParams
 
+OnGroup = Callable[[int, list[Completion]], None]
+"""Takes a finished group: position of its prompt in the call, and its completions in the order asked for."""
+
 
 class EngineError(RuntimeError):
     """The engine can't do what was asked: a broken update, a call in the wrong state, logits that are not finite."""
@@ -42,11 +45,17 @@ class Engine(ABC):
         """The committed version that would serve now; None before the first commit and while stale."""
 
     @abstractmethod
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int]) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int], on_group: OnGroup | None = None
+    ) -> list[list[Completion]]:
         """Sample the completions `completion_indices` (say, range(G)) of every prompt.
 
         What completion i of a prompt is depends on (sampling, prompt, i, weights) alone: asking for it together with others, in
         another order, or on another rank gives the same tokens.
+
+        Args:
+            on_group: called once per prompt, as soon as all of its completions have ended and while those of others still run, so that
+                they can be scored meanwhile. From any thread, one call at a time, before `generate` returns.
 
         Returns:
             One list per prompt, in order, each with one Completion per entry of `completion_indices`, in order.

@@ -47,12 +47,17 @@ class Decoder:
         self._max_rows = max_rows
         self._max_prefill_tokens = max_prefill_tokens
 
-    def run(self, requests: list[Request], device: torch.device | str, aborted: Callable[[], bool]) -> list[DecodedRow]:
-        """Decode all `requests`, each of at most `max_rows` completions; once `aborted()` is true, return what there is."""
+    def run(
+        self, requests: list[Request], device: torch.device | str, aborted: Callable[[], bool], on_row: Callable[[DecodedRow], None]
+    ) -> None:
+        """Decode all `requests`, each of at most `max_rows` completions, and hand every row over as it ends.
+
+        Once `aborted()` is true, the rows end with what they have.
+        """
         self._device = device
         self._cache = RolloutCache()
         self._waiting = deque(requests)
-        self._done: list[DecodedRow] = []
+        self._on_row = on_row
         self._rows = _Rows(min(self._max_rows, sum(len(request.order) for request in requests)), self._sampling)
         self._prompt_lengths = np.zeros(0, dtype=np.int64)  # by prompt slot
         self._longest_prompt = max((len(request.prompt.token_ids) for request in requests), default=0)
@@ -63,7 +68,6 @@ class Decoder:
             elif self._rows.count:
                 self._decode()
         self._abort_rest()
-        return self._done
 
     def _admit(self) -> list[Request]:
         """Take from the queue what fits beside the live rows and into one prefill."""
@@ -126,7 +130,7 @@ class Decoder:
     def _finish(self, row: int, reason: FinishReason) -> None:
         """Hand `row` over; the last row takes its place, and the last prompt that of a prompt without rows."""
         rows, slot = self._rows, int(self._rows.prompt_slots[row])
-        self._done.append(rows.decoded(row, reason))
+        self._on_row(rows.decoded(row, reason))
         last = rows.count - 1
         if row != last:
             self._cache.completions.move(last, row, int(rows.lengths[last]))
@@ -146,7 +150,8 @@ class Decoder:
             self._finish(self._rows.count - 1, "abort")
         nothing = np.zeros(0)
         for request in self._waiting:
-            self._done += [DecodedRow(order, nothing.astype(np.int64), nothing.astype(np.float32), "abort") for order in request.order]
+            for order in request.order:
+                self._on_row(DecodedRow(order, nothing.astype(np.int64), nothing.astype(np.float32), "abort"))
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

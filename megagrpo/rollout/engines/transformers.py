@@ -10,8 +10,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from megagrpo.config.schema import EngineConfig
 from megagrpo.errors import UserError
-from megagrpo.rollout.engines.base import Engine, EngineError, EngineHealth
-from megagrpo.rollout.engines.decoding import Decoder, Request
+from megagrpo.rollout.engines.base import Engine, EngineError, EngineHealth, OnGroup
+from megagrpo.rollout.engines.decoding import DecodedRow, Decoder, Request
 from megagrpo.rollout.engines.fused_projections import fuse_query_key_value
 from megagrpo.rollout.engines.hf_model import build_model, end_token_ids, load_from_folder
 from megagrpo.rollout.engines.kv_cache import RolloutCache
@@ -75,7 +75,9 @@ class TransformersEngine(Engine):
         return self._weights.version
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int]) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int], on_group: OnGroup | None = None
+    ) -> list[list[Completion]]:
         self._require("serving")
         self._check(prompts, sampling, completion_indices)
         self._aborted = False
@@ -84,7 +86,9 @@ class TransformersEngine(Engine):
         requests = _requests(prompts, completion_indices, self._config.max_batch_completions)
         group_size, version = len(completion_indices), self._weights.version
         groups: list[list[Any]] = [[None] * group_size for _ in prompts]
-        for row in decoder.run(requests, self._device, lambda: self._aborted):
+        missing = [group_size] * len(prompts)
+
+        def on_row(row: DecodedRow) -> None:
             group, place = divmod(row.order, group_size)
             groups[group][place] = Completion(
                 prompt_id=prompts[group].id,
@@ -95,6 +99,11 @@ class TransformersEngine(Engine):
                 weight_versions=((0, version),),
                 text=self._tokenizer.decode(row.token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False),
             )
+            missing[group] -= 1
+            if on_group is not None and missing[group] == 0:
+                on_group(group, groups[group])
+
+        decoder.run(requests, self._device, lambda: self._aborted, on_row)
         return groups
 
     def begin_update(self, version: int) -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -128,6 +129,24 @@ def test_a_worker_that_dies_while_idle_is_replaced_and_costs_no_completion(open_
 def test_printing_and_reading_input_do_not_disturb_the_pool(open_pool, write_reward, make_group):
     body = 'print("x" * 100_000, flush=True)\nos.write(1, b"y" * 1000)\nassert sys.stdin.read() == ""\n' + COUNT_CHARACTERS
     assert open_pool(write_reward(body)).score(*make_group("abc"))[0].value == 3.0
+
+
+def test_a_group_is_scored_while_another_one_hangs(open_pool, write_reward, make_group):
+    pool = open_pool(write_reward(MISBEHAVE), workers=2, timeout_seconds=30.0)
+    hanging = pool.submit(*make_group("hang", prompt_id=0))
+    groups = [pool.submit(*make_group("a" * number, prompt_id=number)) for number in range(1, 6)]
+    assert [group.result(timeout=20.0)[0].value for group in groups] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert not hanging.done()
+    pool.close()
+    with pytest.raises(ValueError, match="closed"):
+        hanging.result(timeout=20.0)
+
+
+def test_several_threads_may_score_at_once(open_pool, write_reward, make_group):
+    pool = open_pool(write_reward("time.sleep(0.001 * (prompts[0].id % 3))\n" + COUNT_CHARACTERS), workers=3)
+    with ThreadPoolExecutor(8) as threads:
+        scores = list(threads.map(lambda number: pool.score(*make_group("x" * number, prompt_id=number)), range(40)))
+    assert [score[0].value for score in scores] == [float(number) for number in range(40)]
 
 
 def test_close_ends_every_worker(open_pool, write_reward, make_group):
