@@ -1,0 +1,165 @@
+"""Where the trainer's ranks hold the model's tensors: HF tensors as boxes on the rank grid. Pure: no torch, no process groups.
+
+The experts of a layer are one stacked tensor [E, rows, columns] for each projection, whose first dimension is shared out over ep. What
+a rule says of the HF tensors (rank r holds the r-th of tp equal slices along one dimension) is all that is needed here; how Megatron
+lays these slices out inside its parameters is `models/rules.py`'s business.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megagrpo.parallel.layout import ParallelLayout
+from megagrpo.weights.boxes import Box, whole
+
+if TYPE_CHECKING:
+    from megagrpo.models.family import HFConfig
+    from megagrpo.models.rules import ParameterRule
+
+_EXPERT = re.compile(r"(?<=\.)experts\.(\d+)\.|(?<=local_experts\.)(\d+)\.")
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """One HF tensor; of experts, one projection of all experts of a layer."""
+
+    name: str  # HF name, with {expert} in it where stacked
+    unit: str  # tensors of one unit are fused in an engine: they travel in one bucket
+    kind: str  # of its rule
+    shape: tuple[int, ...]
+    stage: int
+    split: int | None  # the dimension cut in equal slices over (expert) tensor parallel ranks; None: each holds all
+    split_size: int = 0  # length of that dimension, vocabulary padding included
+    is_expert: bool = False
+
+    def hf_name(self, expert: int = 0) -> str:
+        """Return the HF tensor's name, of a stacked one that of one expert."""
+        return self.name.format(expert=expert) if self.is_expert else self.name
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that hold the same slices of a stage's tensors: first, first + stride, ... Each can send them."""
+
+    first: int
+    stride: int
+    count: int
+
+    def rank(self, index: int) -> int:
+        """Return the rank of the holder `index`."""
+        return self.first + self.stride * index
+
+
+def holders_of(source: SourceTensor, layout: ParallelLayout) -> Iterator[tuple[Holders, Box]]:
+    """Yield (holders, the box that they hold) of every distinct slice of a tensor; slices of padding alone are left out."""
+    for holders in _groups(source, layout):
+        if box := box_held(source, holders, layout):
+            yield holders, box
+
+
+def _groups(source: SourceTensor, layout: ParallelLayout) -> Iterator[Holders]:
+    stage_size = layout.tp * layout.cp * layout.dp
+    base = stage_size * source.stage
+    if source.is_expert:
+        stride = layout.expert_tp * layout.ep
+        yield from (Holders(base + place, stride, stage_size // stride) for place in range(stride))
+    elif source.split is None:
+        yield Holders(base, 1, stage_size)
+    else:
+        yield from (Holders(base + shard, layout.tp, stage_size // layout.tp) for shard in range(layout.tp))
+
+
+def holders_with(source: SourceTensor, rank: int, layout: ParallelLayout) -> tuple[Holders, int] | None:
+    """Return the holders that `rank` belongs to, and its place among them; None where it holds nothing of the tensor."""
+    stage_size = layout.tp * layout.cp * layout.dp
+    if rank // stage_size != source.stage:
+        return None
+    within = rank % stage_size
+    stride = layout.expert_tp * layout.ep if source.is_expert else 1 if source.split is None else layout.tp
+    return Holders(rank - within + within % stride, stride, stage_size // stride), within // stride
+
+
+def box_held(source: SourceTensor, holders: Holders, layout: ParallelLayout) -> Box | None:
+    """Return the slice that these holders have; None where it is vocabulary padding alone."""
+    place = holders.first % (layout.tp * layout.cp * layout.dp)
+    box = list(whole(source.shape))
+    shards, shard = layout.tp, place
+    if source.is_expert:
+        shards, shard = layout.expert_tp, place % layout.expert_tp
+        each = source.shape[0] // layout.ep
+        first = place // layout.expert_tp * each
+        box[0] = (first, first + each)
+    if source.split is not None:
+        each = source.split_size // shards
+        end = source.shape[source.split]
+        box[source.split] = (min(shard * each, end), min((shard + 1) * each, end))
+    return None if any(start >= stop for start, stop in box) else tuple(box)
+
+
+def build_sources(rules: Sequence["ParameterRule"], hf: "HFConfig", layout: ParallelLayout, padded_vocab_size: int) -> list[SourceTensor]:
+    """Return all tensors that a model exports, in the model's order.
+
+    Args:
+        rules: the family's.
+        hf: the model's sizes.
+        layout: where its layers are.
+        padded_vocab_size: rows of the vocabulary that the trainer's ranks hold together.
+    """
+    stage_of = [chunk % layout.pp for chunk, layers in enumerate(layout.chunk_layers(hf.num_layers)) for _ in range(layers)]
+    before = [rule for rule in rules if rule.megatron.startswith("embedding.")]
+    after = [rule for rule in rules if rule.megatron.startswith(("decoder.final_layernorm.", "output_layer."))]
+    inside = [rule for rule in rules if "{layer}" in rule.megatron and _expert_number(rule.megatron) in (None, 0)]
+    if hf.tie_word_embeddings:  # the embedding is the same tensor, on the first stage
+        after = [rule for rule in after if not rule.megatron.startswith("output_layer.")]
+    sources = [source for rule in before for source in _of_rule(rule, None, 0, hf, padded_vocab_size)]
+    for layer in range(hf.num_layers):
+        sources += [source for rule in inside for source in _of_rule(rule, layer, stage_of[layer], hf, padded_vocab_size)]
+    return sources + [source for rule in after for source in _of_rule(rule, None, layout.pp - 1, hf, padded_vocab_size)]
+
+
+def _expert_number(name: str) -> int | None:
+    found = _EXPERT.search(name)
+    return None if found is None else int(found[1] or found[2])
+
+
+def _of_rule(rule: "ParameterRule", layer: int | None, stage: int, hf: "HFConfig", padded_vocab_size: int) -> Iterator[SourceTensor]:
+    unit = rule.megatron.format(layer=layer)
+    for name, shape in zip(rule.hf_names(layer), hf_shapes(rule, hf), strict=True):
+        split = rule.split_dimension
+        if rule.is_expert:
+            name = _EXPERT.sub("experts.{expert}.", name)
+            shape, split = (hf.num_experts or 0, *shape), None if split is None else split + 1
+        size = 0 if split is None else padded_vocab_size if rule.kind == "vocab" else shape[split]
+        yield SourceTensor(name, unit, rule.kind, shape, stage, split, size, rule.is_expert)
+
+
+def hf_shapes(rule: "ParameterRule", hf: "HFConfig") -> list[tuple[int, ...]]:
+    """Return the shapes of the HF tensors of a rule.
+
+    Raises:
+        KeyError: a parameter whose shape is not known here.
+    """
+    queries, keys = hf.num_attention_heads * hf.head_dim, hf.num_query_groups * hf.head_dim
+    ffn = hf.raw["moe_intermediate_size"] if rule.is_expert else hf.ffn_hidden_size
+    module = rule.megatron.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
+    if module == "linear_qkv":
+        rows = (queries, keys, keys)
+        return [(row,) if rule.megatron.endswith(".bias") else (row, hf.hidden_size) for row in rows]
+    if module == "linear_fc1":
+        return [(ffn, hf.hidden_size)] * len(rule.hf)
+    shapes: dict[str, tuple[int, ...]] = {
+        "word_embeddings": (hf.vocab_size, hf.hidden_size),
+        "output_layer": (hf.vocab_size, hf.hidden_size),
+        "linear_proj": (hf.hidden_size, queries),
+        "linear_fc2": (hf.hidden_size, ffn),
+        "router": (hf.num_experts or 0, hf.hidden_size),
+        "q_layernorm": (hf.head_dim,),
+        "k_layernorm": (hf.head_dim,),
+        "input_layernorm": (hf.hidden_size,),
+        "pre_mlp_layernorm": (hf.hidden_size,),
+        "final_layernorm": (hf.hidden_size,),
+    }
+    if module not in shapes:
+        raise KeyError(f"weight plan: no shape is known for {rule.megatron}")
+    return [shapes[module]]
