@@ -1,6 +1,5 @@
 """The `megagrpo` command: run, doctor, report, convert. Torch is imported by what a command starts, not by the command line."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ import typer
 from megagrpo.checkpoint.convert_command import Direction
 from megagrpo.checkpoint.convert_command import convert as convert_checkpoint
 from megagrpo.errors import UserError
-from megagrpo.train import EXIT_USER_ERROR
+from megagrpo.supervision import exit_codes
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="RL post-training at Megatron scale.")
 
@@ -21,7 +20,7 @@ def main() -> None:
         app()
     except UserError as error:
         print(error, file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(exit_codes.USER_ERROR)
 
 
 @app.command()
@@ -29,9 +28,15 @@ def run(
     config: Annotated[Path, typer.Argument(help="YAML file of the run")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="values that win over the file")] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="processes to start; default: one replica, tp * pp")] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="after a failure, start all ranks again from the newest checkpoint, at most this often")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print configuration, rank grid and batch arithmetic; start nothing")] = False,
 ) -> None:
-    """Train on this machine: check the configuration, then start torchrun."""
+    """Train on this machine: check the configuration, then start the ranks.
+
+    Ctrl-C, SIGTERM or SIGUSR1 saves and stops; Ctrl-C twice leaves at once.
+    """
     from megagrpo.config.checks import verify_config
     from megagrpo.config.load import load_config
 
@@ -49,26 +54,11 @@ def run(
 
         print_dry_run(resolved, num_ranks)
         return
-    command = torchrun_command(config, overrides or [], num_ranks)
-    os.execvp(command[0], command)  # torchrun takes this process's place: signals and the exit code are its own
+    from megagrpo.supervision.launch import run_ranks
 
-
-def torchrun_command(config: Path, overrides: list[str], num_ranks: int) -> list[str]:
-    """Return the command that trains on `num_ranks` processes of this machine; they meet on the loopback at a port that is free then."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=1",
-        f"--nproc-per-node={num_ranks}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",  # port 0: the system picks a free one while the store opens it, so nothing can take it between
-        "--local-addr=127.0.0.1",
-        "-m",
-        "megagrpo.train",
-        str(config),
-        *overrides,
-    ]
+    code = run_ranks([str(config), *(overrides or [])], num_ranks, max_restarts)
+    if code != exit_codes.DONE:
+        raise typer.Exit(code)
 
 
 @app.command()

@@ -9,29 +9,37 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megagrpo.errors import UserError
+from megagrpo.supervision import exit_codes
 
-EXIT_USER_ERROR = 2
+if TYPE_CHECKING:
+    import torch
+
+    from megagrpo.config.schema import Config
+
 GRACE_SECONDS = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line says on this rank; return the exit code.
 
-    0: done. 2: a mistake of the user's, told in plain lines.
+    The codes are those of `supervision/exit_codes.py`. A run that fails on the way leaves from here and does not return: threads of
+    collectives that lost their peers could keep the process from ending.
     """
     options = parse_arguments(arguments)
     try:
         _run(options)
     except UserError as error:
         tell(error)
-        return EXIT_USER_ERROR
-    return 0
+        return exit_codes.USER_ERROR
+    return exit_codes.DONE
 
 
 def tell(error: UserError) -> None:
-    """Print a mistake once for all ranks.
+    """Print a mistake that was found before the ranks have met, once for all ranks.
 
     torchrun ends all ranks when the first one leaves. So the others give rank 0 time to print what all of them have found; one that is
     still there after that met something that rank 0 did not, and prints it under its own name.
@@ -89,9 +97,24 @@ def _run(options: argparse.Namespace) -> None:
 
     rank_device = device.setup()  # before anything imports megatron.core
 
-    from megagrpo.trainer import run_training
+    _supervise(config, rank_device)
 
-    run_training(config, rank_device)
+
+def _supervise(config: "Config", rank_device: "torch.device") -> None:
+    """Run the training; whatever ends it early is told once for all ranks."""
+    from megagrpo.supervision.board import open_board
+    from megagrpo.supervision.processes import leave_now
+    from megagrpo.supervision.supervisor import Supervisor
+
+    supervisor = Supervisor(Path(config.run.dir), config.watchdog, rank(), world_size())
+    try:
+        supervisor.start(open_board())
+        from megagrpo.trainer import run_training  # the imports belong to what is watched
+
+        run_training(config, rank_device, supervisor)
+        supervisor.finish()
+    except Exception as error:
+        leave_now(supervisor.fail(error))
 
 
 def _positive(text: str) -> int:

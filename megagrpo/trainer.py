@@ -18,25 +18,36 @@ from megagrpo.device import device as device_module
 from megagrpo.errors import UserError
 from megagrpo.evaluation.evaluate import evaluate_set
 from megagrpo.models.hf_files import write_hf_folder
-from megagrpo.parallel.groups import all_gather_metadata, destroy_groups
+from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag, destroy_groups
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update import UpdateResult
 from megagrpo.rollout.dynamic_sampling import SamplingCounts
 from megagrpo.rollout.metrics import compute_rollout_metrics
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.session import Session, build_session
+from megagrpo.supervision.signals import StopRequested
+from megagrpo.supervision.supervisor import Supervisor
 from megagrpo.telemetry import names
 from megagrpo.telemetry.recorder import Recorder
 from megagrpo.telemetry.timers import PhaseTimers
 
 
-def run_training(config: Config, device: torch.device) -> None:
-    """Run a configuration from start (or its newest checkpoint) to end on this rank's `device`. Collective over all ranks."""
+def run_training(config: Config, device: torch.device, supervisor: Supervisor | None = None) -> None:
+    """Run a configuration from start (or its newest checkpoint) to end on this rank's `device`. Collective over all ranks.
+
+    Args:
+        supervisor: told where the rank is; None: nobody watches.
+    """
     started = time.perf_counter()
-    session = build_session(config, device)
+    supervisor = supervisor or Supervisor(Path(config.run.dir), config.watchdog)
+    with supervisor.phase("start"):
+        session = build_session(config, device)
     try:
-        Trainer(session, started).run()
+        Trainer(session, supervisor, started).run()
         destroy_groups()
+    except Exception as error:
+        supervisor.fail(error)  # before the engines and workers are closed: the other ranks wait for the cause
+        raise
     finally:
         session.close()
 
@@ -44,44 +55,62 @@ def run_training(config: Config, device: torch.device) -> None:
 class Trainer:
     """The loop and its state."""
 
-    def __init__(self, session: Session, started: float):
-        self.session, self.config, self.started = session, session.config, started
+    def __init__(self, session: Session, supervisor: Supervisor, started: float):
+        self.session, self.config, self.supervisor, self.started = session, session.config, supervisor, started
         self.run_dir = Path(self.config.run.dir)
         self.checkpoints = RunCheckpoints(session)
         self.state = TrainerState()
-        self.timers = PhaseTimers()
+        self.timers = PhaseTimers(on_enter=[supervisor.enter], on_leave=[supervisor.leave])
+        self.recorder: Recorder | None = None
         self._gap_checked = False
+        self._is_step_untouched = True  # no update of the running step has been applied
+        self._saved_step: int | None = None  # of the newest checkpoint
 
     def run(self) -> None:
-        """Train all steps that are left, then export and sum up."""
-        restored = self.checkpoints.resume()
+        """Train all steps that are left, then export and sum up; where a signal asks for it, save and stop before that."""
+        try:
+            self._train()
+        except StopRequested:
+            self._save_and_stop()
+
+    def _train(self) -> None:
+        with self.timers.phase("resume"):
+            restored = self.checkpoints.resume()
         self.state = restored or self.state
-        resumed = restored.step if restored else None
+        resumed = self._saved_step = restored.step if restored else None
         is_main = self.session.groups.rank == 0
         self.recorder = Recorder(self.run_dir, self.config.run.steps, self.config.telemetry, resumed) if is_main else None
         if self.recorder:
             (self.run_dir / "config.yaml").write_text(dump_config(self.config))
             self.recorder.note(f"resumed after step {resumed}" if resumed is not None else f"run folder {self.run_dir}")
-            self.timers = PhaseTimers(on_phase=self.recorder.phase)
-        self.session.publisher.publish(self.state.weight_version)  # no rollout before the engine holds the trainer's weights
+            self.timers.on_enter.append(self.recorder.phase)
+        with self.timers.phase("publish"):
+            self.session.publisher.publish(self.state.weight_version)  # no rollout before the engine holds the trainer's weights
         if resumed is None:
             self._record(0, self._evaluate())
+        self.timers.take()  # what came before the loop belongs to no step
         while self.state.step < self.config.run.steps:
+            self._stop_if_asked()
             self._step()
-        self._finish()
+        with self.timers.phase("finish"):
+            self._finish()
 
     def _step(self) -> None:
         step = self.state.step + 1
+        self.supervisor.step = step
         step_started = time.perf_counter()
         cpu_started = time.process_time()
         with self.timers.phase("rollout"):
             rollouts, counts = self.session.pipeline.collect(step)
+        self._stop_if_asked()
+        self._is_step_untouched = True
         with self.timers.phase("update"):
             result = self._update(rollouts)
         with self.timers.phase("publish"):
             self.state.weight_version += 1
             self.session.publisher.publish(self.state.weight_version)
         self.state.step = step
+        self.checkpoints.capture(self.state)
         metrics = self._step_metrics(rollouts, counts, result)
         metrics[names.STEP_SECONDS] = time.perf_counter() - step_started
         metrics[names.STEP_CPU_SECONDS] = sum(all_gather_metadata(time.process_time() - cpu_started))
@@ -91,8 +120,7 @@ class Trainer:
         self._record(step, metrics, rollouts)
         if self.checkpoints.is_due(step):
             with self.timers.phase("checkpoint"):
-                self.state.wall_seconds = self._wall_seconds()
-                self.checkpoints.save(self.state)
+                self._save()
 
     # ---- the verbs
 
@@ -102,7 +130,7 @@ class Trainer:
         result = self.session.updater.run(
             rollouts,
             learning_rate=lambda k: learning_rate(self.config.optimizer, self.state.updates + k, total_updates),
-            before_apply=self._gate,
+            before_apply=self._before_apply,
             weight_version=self.state.weight_version,
         )
         self.state.updates += len(result.applied)
@@ -114,6 +142,36 @@ class Trainer:
                     "finite (run.max_nonfinite_steps); the weights are those before them"
                 )
         return result
+
+    def _before_apply(self, metrics: Mapping[str, float]) -> None:
+        """Decide before an update is applied; the first of a step is the last point at which the step can be given up."""
+        if self._is_step_untouched:
+            self._stop_if_asked()
+            self._is_step_untouched = False
+        self._gate(metrics)
+
+    def _stop_if_asked(self) -> None:
+        """Stop where any rank was asked to. Collective over all ranks."""
+        if all_reduce_flag(self.supervisor.stop_reason is not None):
+            raise StopRequested
+
+    def _save(self) -> Path:
+        self.state.wall_seconds = self._wall_seconds()
+        self._saved_step = self.state.step
+        return self.checkpoints.save(self.state)
+
+    def _save_and_stop(self) -> None:
+        """Save the last finished step, unless it is saved already, and say how to go on."""
+        step, reasons = self.state.step, all_gather_metadata(self.supervisor.stop_reason)
+        if self._saved_step != step:
+            with self.timers.phase("checkpoint"):
+                self._save()
+        if self.recorder:
+            reason = next(reason for reason in reasons if reason is not None)
+            self.recorder.note(
+                f"stopped by {reason} after step {step} of {self.config.run.steps}, which is saved; the same command "
+                f"{'' if self.config.run.resume == 'auto' else 'with run.resume=auto '}goes on from there"
+            )
 
     def _gate(self, metrics: Mapping[str, float]) -> None:
         """Stop (or warn) before the first update where engine and actor disagree: the engine samples from other weights or maths."""

@@ -32,8 +32,14 @@ class RunCheckpoints:
         every = self.config.checkpoint.every
         return bool(every) and (step % every == 0 or step == self.config.run.steps)
 
-    def save(self, state: TrainerState) -> None:
-        """Save the session and `state`, which is completed with the position of the session's parts. Collective over all ranks."""
+    def capture(self, state: TrainerState) -> None:
+        """Complete `state` with the position of the session's parts, at the end of a step: it may be saved in the midst of the next."""
         state.prompt_position = self.session.sampler.state()
         state.algorithm = self.session.algorithm.state_dict()
-        self.manager.save(self.session.actor, state)
+
+    def save(self, state: TrainerState) -> Path:
+        """Save the session and `state`, and return the checkpoint's folder. Collective over all ranks.
+
+        The weights must be those that `capture` saw: no update may have been applied since.
+        """
+        return self.manager.save(self.session.actor, state)

@@ -174,6 +174,14 @@ class TelemetryConfig(Section):
     completions_count: PositiveInt = Field(8, description="completions written each time")
 
 
+class WatchdogConfig(Section):
+    """A phase that takes longer than its budget ends the run, with the Python stacks of all ranks in DIR/stacks."""
+
+    factor: PositiveFloat = Field(20.0, description="budget of a phase: this many times the median of its recent durations, ...")
+    floor_seconds: PositiveFloat = Field(300.0, description="... at least this, ...")
+    limit_seconds: PositiveFloat = Field(7200.0, description="... at most this, which is also the budget of a phase's first run")
+
+
 class Config(Section):
     """A run, fully described."""
 
@@ -191,3 +199,4 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()

@@ -36,7 +36,7 @@ class Progress:
         self._write(text)
 
     def phase(self, name: str) -> None:
-        """Show which phase runs now (on a terminal only); has the form of `PhaseTimers`' on_phase."""
+        """Show which phase runs now (on a terminal only); has the form of `PhaseTimers`' on_enter."""
         if not self._console.is_terminal:
             return
         text = f"step {self._step + 1}/{self._num_steps}: {name}"

@@ -1,7 +1,7 @@
 """Wall-clock and CPU seconds of each phase of a step."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -19,31 +19,40 @@ class PhaseTimers:
         ['time/rollout_cpu_seconds', 'time/rollout_seconds']
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None, on_phase: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        synchronize: Callable[[], None] | None = None,
+        on_enter: Sequence[Callable[[str], None]] = (),
+        on_leave: Sequence[Callable[[str, float], None]] = (),
+    ):
         """
         Args:
             synchronize: called at both ends of a phase, e.g. `torch.cuda.synchronize`; without it work that a device has only queued
                 is counted in the phase that waits for it.
-            on_phase: told each phase's name as it starts, e.g. for a live display.
+            on_enter: told each phase's name as it starts, e.g. for a live display.
+            on_leave: told each phase's name and wall-clock seconds as it ends, while the exception that ends it is handled.
         """
         self._synchronize = synchronize
-        self._on_phase = on_phase
+        self.on_enter, self.on_leave = list(on_enter), list(on_leave)
         self._wall: dict[str, float] = {}
         self._cpu: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the block's seconds under `name`, also where it raises."""
-        if self._on_phase is not None:
-            self._on_phase(name)
+        for listener in self.on_enter:
+            listener(name)
         self._settle()
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
             self._settle()
-            self._wall[name] = self._wall.get(name, 0.0) + time.perf_counter() - wall
+            seconds = time.perf_counter() - wall
+            self._wall[name] = self._wall.get(name, 0.0) + seconds
             self._cpu[name] = self._cpu.get(name, 0.0) + time.process_time() - cpu
+            for listener in self.on_leave:
+                listener(name, seconds)
 
     def wall_seconds(self, name: str) -> float:
         """Return the wall-clock seconds of a phase since the last `take`; 0 where it has not run."""

@@ -1,7 +1,6 @@
 """The `megagrpo` command: mistakes cost no launch, and what is launched meets on the loopback with its threads set."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 from megagrpo import cli
 from megagrpo.errors import UserError
 from megagrpo.planning.doctor import available_memory_bytes, format_doctor
+from megagrpo.supervision import exit_codes
 from megagrpo.telemetry import names
 from megagrpo.telemetry.report import select_panels, write_report
 
@@ -25,11 +25,11 @@ def run_file(tmp_path, monkeypatch):
     return path
 
 
-def call(monkeypatch, *arguments):
-    """Run the command line in this process; return its exit code and the command that it would have turned into."""
+def call(monkeypatch, *arguments, leaves_with=exit_codes.DONE):
+    """Run the command line in this process; return its exit code and what it would have launched."""
     launched = []
     monkeypatch.setattr(sys, "argv", ["megagrpo", *map(str, arguments)])
-    monkeypatch.setattr(os, "execvp", lambda program, command: launched.append((program, command)))
+    monkeypatch.setattr("megagrpo.supervision.launch.run_ranks", lambda *launch: launched.append(launch) or leaves_with)
     monkeypatch.setattr("megagrpo.device.launch.set_thread_environment", lambda ranks: launched.append(ranks))
     with pytest.raises(SystemExit) as left:
         cli.main()
@@ -42,13 +42,14 @@ def test_a_mistake_is_told_without_launching(run_file, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "rollout.temprature: not a field; did you mean temperature?\n")
 
 
-def test_run_starts_one_replica_on_the_loopback_with_threads_set(run_file, monkeypatch):
+def test_run_starts_one_replica_with_threads_set(run_file, monkeypatch):
     code, launched = call(monkeypatch, "run", run_file, "parallel.tp=2", "rollout.top_k=-0")
-    ranks, (program, command) = launched
-    assert (code, ranks, program) == (0, 2, sys.executable)
-    assert command[1:3] == ["-m", "torch.distributed.run"]
-    assert {"--nproc-per-node=2", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"} <= set(command)
-    assert command[-5:] == ["-m", "megagrpo.train", str(run_file), "parallel.tp=2", "rollout.top_k=-0"]
+    assert (code, launched) == (0, [2, ([str(run_file), "parallel.tp=2", "rollout.top_k=-0"], 2, 0)])
+
+
+def test_restarts_are_asked_for_and_a_failed_run_passes_its_code_on(run_file, monkeypatch):
+    code, launched = call(monkeypatch, "run", run_file, "--max-restarts", "3", leaves_with=exit_codes.FAILED)
+    assert (code, launched) == (exit_codes.FAILED, [1, ([str(run_file)], 1, 3)])
 
 
 def test_dry_run_prints_and_launches_nothing(run_file, monkeypatch, capsys):

@@ -117,8 +117,8 @@ def test_phases_add_up_until_they_are_taken(monkeypatch):
     wall, cpu = iter([0.0, 1.5, 10.0, 12.0]), iter([0.0, 1.0, 5.0, 5.5])
     monkeypatch.setattr("time.perf_counter", lambda: next(wall))
     monkeypatch.setattr("time.process_time", lambda: next(cpu))
-    seen, syncs = [], []
-    timers = PhaseTimers(synchronize=lambda: syncs.append(1), on_phase=seen.append)
+    seen, left, syncs = [], [], []
+    timers = PhaseTimers(synchronize=lambda: syncs.append(1), on_enter=[seen.append], on_leave=[lambda *phase: left.append(phase)])
     with timers.phase("update"):
         pass
     with pytest.raises(RuntimeError), timers.phase("update"):
@@ -127,6 +127,7 @@ def test_phases_add_up_until_they_are_taken(monkeypatch):
     assert timers.take() == {"time/update_seconds": 3.5, "time/update_cpu_seconds": 1.5}
     assert timers.take() == {}
     assert (seen, len(syncs)) == (["update", "update"], 4)
+    assert left == [("update", 1.5), ("update", 2.0)]
 
 
 METRICS = {

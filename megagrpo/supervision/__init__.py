@@ -1,0 +1,1 @@
+"""What keeps a run from hanging or from being lost without a word: first errors, stalls, signals, restarts."""

@@ -1,0 +1,252 @@
+"""Watches one rank from a thread of its own: peers that failed, phases that stall, signals. It ends the process where the rank can't."""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megagrpo.config.schema import WatchdogConfig
+from megagrpo.supervision import exit_codes
+from megagrpo.supervision.board import Board
+from megagrpo.supervision.failure import Failure, append_failure, build_failure, is_echo
+from megagrpo.supervision.processes import Siblings, dump_stacks, leave_now
+from megagrpo.supervision.signals import SignalPipe
+from megagrpo.supervision.watchdog import PhaseBudgets
+
+BETWEEN = "between phases"
+POLL_SECONDS = 0.5
+LEAVE_SECONDS = 5.0  # what a rank has to unwind by itself after a peer has failed
+STACK_SECONDS = 5.0  # what all ranks have to write their stacks
+CAUSE_SECONDS = 10.0  # what a rank whose collective broke waits for the peer that knows why
+BACKSTOP_SECONDS = 60.0  # over the budget: a main thread that holds the interpreter's lock is ended by faulthandler's own timer
+
+
+class Supervisor:
+    """Where this rank is, and the thread that acts on it.
+
+    The main thread tells with `phase`, `enter`, `leave` and `step`; without `start` that is all that happens.
+    """
+
+    def __init__(self, run_dir: Path, watchdog: WatchdogConfig, rank: int = 0, world_size: int = 1):
+        self.run_dir, self.rank, self.world_size = run_dir, rank, world_size
+        self.step: int | None = None  # that runs now
+        self.stop_reason: str | None = None  # asked to save and leave: the signal's name, or why
+        self.budgets = PhaseBudgets(watchdog)
+        self._phases: list[tuple[str, float]] = [(BETWEEN, time.monotonic())]  # innermost last, each with its start
+        self._raised: tuple[BaseException, str] | None = None  # the newest exception that left a phase, and that phase
+        self._board: Board | None = None
+        self._done = threading.Event()
+        self._peer_failed_at: float | None = None
+        self._interrupts = 0
+        self._exit_code: int | None = None
+
+    # ---- told by the main thread
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Be in a phase."""
+        self.enter(name)
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.leave(name, time.monotonic() - started)
+
+    def enter(self, name: str) -> None:
+        """A phase starts; it may be inside another."""
+        self._phases.append((name, time.monotonic()))
+        self._moved()
+
+    def leave(self, name: str, seconds: float) -> None:
+        """The innermost phase ends, by an exception or not."""
+        error = sys.exc_info()[1]
+        if error is None:
+            self.budgets.record(name, seconds)
+        elif self._raised is None or self._raised[0] is not error:
+            self._raised = (error, name)
+        self._phases.pop()
+        if len(self._phases) == 1:
+            self._phases[0] = (BETWEEN, time.monotonic())
+        self._moved()
+
+    def _moved(self) -> None:
+        if self._board is None:
+            return
+        name, _ = self._phases[-1]
+        faulthandler.dump_traceback_later(self.budgets.seconds(name) + BACKSTOP_SECONDS, exit=True, file=sys.__stderr__)
+        try:
+            self._board.announce(name, self.step)
+        except RuntimeError:  # the store is gone: the watching thread finds that out too, and acts on it
+            self._ask_to_stop("the launcher is gone")
+
+    # ---- life
+
+    def start(self, board: Board) -> None:
+        """Begin to watch; main thread only."""
+        self._board = board
+        board.sign_in()
+        self._siblings = Siblings(board)
+        self._signals = SignalPipe()
+        self._parent = os.getppid()
+        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Stop watching: this rank leaves in good order."""
+        if self._board is None:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        self._done.set()
+        self._thread.join()
+        try:
+            self._board.sign_out()
+        except RuntimeError:  # the launcher is gone; nobody is left who would read it
+            self.stop_reason = self.stop_reason or "the launcher is gone"
+        self._signals.close()
+        self._board = None
+
+    def fail(self, error: BaseException) -> int:
+        """Tell of an exception that ends this rank, once for all ranks, and return the exit code; the first call counts."""
+        if self._exit_code is not None:
+            return self._exit_code
+        phase = self._raised[1] if self._raised and self._raised[0] is error else self._phases[-1][0]
+        failure = build_failure(error, self.rank, phase, self.step)
+        self._peer_failed_at = float("inf")  # the watching thread leaves it to this one
+        self._exit_code = self._tell(failure, echo=is_echo(error))
+        return self._exit_code
+
+    def _tell(self, failure: Failure, echo: bool) -> int:
+        if failure.kind != "user":
+            append_failure(self.run_dir / "errors", failure)
+        board = self._board
+        if board is None:
+            print(failure.describe(), file=sys.stderr, flush=True)
+            return exit_codes.USER_ERROR if failure.kind == "user" else exit_codes.FAILED
+        if echo:
+            self._wait_for_cause(board)
+        if board.claim(failure):
+            self._print(failure)
+            _note_for_launcher(failure.describe().splitlines()[0])
+            return exit_codes.USER_ERROR if failure.kind == "user" else exit_codes.FAILED
+        first = board.first_failure()
+        assert first is not None
+        _note_for_launcher(f"left because rank {first.rank} failed")
+        return exit_codes.USER_ERROR if failure.kind == first.kind == "user" else exit_codes.PEER_FAILED
+
+    def _wait_for_cause(self, board: Board) -> None:
+        """Give the rank that met the cause the time to say so, or to be found dead."""
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while time.monotonic() < deadline and board.first_failure() is None:
+            self._look_for_the_dead(board)
+            time.sleep(POLL_SECONDS / 5)
+
+    def _print(self, failure: Failure) -> None:
+        text = failure.describe()
+        if failure.kind != "user":
+            text += f"\nevery rank's end: {self.run_dir / 'errors'}"
+        print(text, file=sys.stderr, flush=True)
+
+    # ---- the watching thread
+
+    def _watch(self) -> None:
+        assert self._board is not None
+        while not self._done.is_set():
+            for number in self._signals.wait(POLL_SECONDS):
+                self._on_signal(number)
+            try:
+                self._look(self._board)
+            except RuntimeError:  # the store does not answer
+                if os.getppid() != self._parent:
+                    self._ask_to_stop("the launcher is gone")
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                self._tell_interrupt()
+                leave_now(exit_codes.INTERRUPTED)
+        self._ask_to_stop(number.name)
+
+    def _tell_interrupt(self) -> None:
+        phase, step = self._phases[-1][0], self.step
+        failure = Failure(self.rank, phase, step, "interrupted twice: left at once, without saving", kind="user")
+        if self._board is not None and self._board.claim(failure):
+            self._print(failure)
+
+    def _ask_to_stop(self, reason: str) -> None:
+        self.stop_reason = self.stop_reason or reason
+
+    def _look(self, board: Board) -> None:
+        first = board.first_failure()
+        if first is None and self._peer_failed_at is None:
+            self._look_for_the_dead(board)
+            self._look_for_stalls(board)
+            return
+        if first is not None and first.kind == "stalled":
+            self._leave_stalled(board, first)
+        if self._peer_failed_at is None:
+            self._peer_failed_at = time.monotonic()
+        elif time.monotonic() - self._peer_failed_at > LEAVE_SECONDS:
+            assert first is not None
+            dump_stacks(self.run_dir / "errors", self.rank)
+            _note_for_launcher(f"left because rank {first.rank} failed")
+            leave_now(exit_codes.PEER_FAILED)
+
+    def _look_for_the_dead(self, board: Board) -> None:
+        for rank in self._siblings.dead():
+            phase, step = board.position(rank)
+            message = "its process is gone without a word: killed from outside, out of memory, or a crash in native code"
+            failure = Failure(rank, phase, step, message, kind="died")
+            if board.claim(failure):
+                append_failure(self.run_dir / "errors", failure)
+                self._print(failure)
+
+    def _look_for_stalls(self, board: Board) -> None:
+        phases = list(self._phases)
+        for name, since in phases[1:] or phases:
+            waited = time.monotonic() - since
+            if waited <= self.budgets.seconds(name):
+                continue
+            message = f"no progress for {waited:.0f} s, budget {self.budgets.explain(name)}"
+            failure = Failure(self.rank, name, self.step, message, kind="stalled")
+            if board.claim(failure):
+                self._leave_stalled(board, failure)
+
+    def _leave_stalled(self, board: Board, failure: Failure) -> None:
+        """Write this rank's stacks and leave; the rank that put the stall up waits for the others' stacks and tells."""
+        dump_stacks(self.run_dir / "stacks", self.rank)
+        board.confirm_stacks()
+        others = set(range(self.world_size)) - {self.rank}
+        deadline = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < deadline and not all(board.has_stacks(rank) for rank in others):
+            time.sleep(POLL_SECONDS / 5)
+        if failure.rank == self.rank:
+            silent = sorted(rank for rank in others if not board.has_stacks(rank))
+            self._tell_stall(failure, silent)
+            leave_now(exit_codes.STALLED)
+        time.sleep(STACK_SECONDS)  # the launcher ends everyone at the first exit, and that is for the rank that tells
+        leave_now(exit_codes.PEER_FAILED)
+
+    def _tell_stall(self, failure: Failure, silent: list[int]) -> None:
+        append_failure(self.run_dir / "errors", failure)
+        lines = [failure.describe(), f"Python stacks of the ranks: {self.run_dir / 'stacks'}"]
+        if silent:
+            lines.append(f"without an answer (frozen, or its host is lost): rank {', '.join(map(str, silent))}")
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        _note_for_launcher(lines[0])
+        for rank in silent:
+            self._siblings.kill(rank)
+
+
+def _note_for_launcher(text: str) -> None:
+    """Leave one line for the launcher's own report, which otherwise advises to turn tracebacks on."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
