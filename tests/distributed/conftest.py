@@ -28,3 +28,34 @@ def dense_reference(tmp_path_factory):
     model.save_pretrained(folder / "model")
     torch.save(dense_grpo.train_dense(folder / "model"), folder / "reference.pt")
     return folder / "model", folder / "reference.pt"
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory):
+    """Folder of a tiny Qwen3-MoE whose router is wide enough that rounding never swaps two experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("moe") / "model"
+    torch.manual_seed(2)
+    config = Qwen3MoeConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, max_position_embeddings=128, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if name.endswith("gate.weight") else 0.05))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def moe_references(moe_model, tmp_path_factory):
+    """Folder with the dense results on the tiny Qwen3-MoE, without and with a balance loss."""
+    import dense_grpo
+
+    folder = tmp_path_factory.mktemp("moe_references")
+    for name, coefficient in (("plain", 0.0), ("balanced", 0.5)):
+        torch.save(dense_grpo.train_dense(moe_model, coefficient), folder / f"{name}.pt")
+    return folder

@@ -8,32 +8,57 @@ counts or extrema, so where they were taken does not matter.
 The batch has lengths from 1 to the limit, a missing, an aborted, a rejected and a fully masked completion, and masked tokens; clipping
 and the KL term act in the second epoch. AdamW's eps is made large, so that the first step amplifies no rounding into the second.
 
-Not covered here: dispatchers and experts, bf16, Transformer Engine, NCCL.
+With experts, an expert's gradient is the sum over the tokens that chose it, wherever they were computed (see test_moe_invariance.py).
+
+Not covered here: bf16, Transformer Engine, NCCL.
 """
 
 import pytest
 import torch
 from torchrun_launch import run_torchrun
 
-CASES = {
+DENSE = {
     1: "cp1:all",
     2: "cp2:all tp2sp:all pp2vpp2:some dp2:some",
     4: "tp2cp2sp:some pp2vpp2cp2:some cp4:some cp2:some",
 }
+MOE = {
+    1: "cp1:some",
+    2: "ep2:some ep2allgather:some tp2sp:some etp2:some pp2vpp2:some cp2ep2:some",
+    4: "tp2spep2:some pp2ep2:some cp2ep4:some ep2etp2:some",
+}
+
+
+def one_rank_first(model, algorithms, cases, folder):
+    """Write the dense results and the metrics of one rank; return what the worker takes: model, both files."""
+    import dense_update
+
+    torch.save(dense_update.expected_results(model, algorithms), folder / "dense.pt")
+    run_torchrun(1, "update_matrix_worker.py", model, folder / "dense.pt", folder / "single.pt", *cases.split())
+    return model, folder / "dense.pt", folder / "single.pt"
 
 
 @pytest.fixture(scope="module")
 def dense_results(dense_reference, tmp_path_factory):
-    """The model, the dense results, and the place of the metrics of one rank."""
     import dense_update
 
-    folder = tmp_path_factory.mktemp("matrix")
-    torch.save(dense_update.expected_results(dense_reference[0]), folder / "dense.pt")
-    run_torchrun(1, "update_matrix_worker.py", dense_reference[0], folder / "dense.pt", folder / "single.pt", *CASES[1].split())
-    return dense_reference[0], folder / "dense.pt", folder / "single.pt"
+    return one_rank_first(dense_reference[0], dense_update.ALL, DENSE[1], tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.fixture(scope="module")
+def moe_results(moe_model, tmp_path_factory):
+    import dense_update
+
+    return one_rank_first(moe_model, dense_update.SOME, MOE[1], tmp_path_factory.mktemp("moe_matrix"))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_loss_and_aggregation_equals_the_dense_reference_and_one_rank(dense_results, ranks):
-    assert "MATRIX EQUAL" in run_torchrun(ranks, "update_matrix_worker.py", *dense_results, *CASES[ranks].split())
+    assert "MATRIX EQUAL" in run_torchrun(ranks, "update_matrix_worker.py", *dense_results, *DENSE[ranks].split())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_loss_of_a_mixture_of_experts_equals_the_dense_reference_and_one_rank(moe_results, ranks):
+    assert "MATRIX EQUAL" in run_torchrun(ranks, "update_matrix_worker.py", *moe_results, *MOE[ranks].split())

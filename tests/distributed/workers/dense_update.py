@@ -4,16 +4,19 @@ Nothing of megagrpo's numerics is used. Sequence losses are written as their pap
 ratio; GMPO, arXiv 2507.20673: geometric mean of clipped ratios), with autograd through the sequence statistic.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from dense_grpo import hub_names, load
 
 GROUPS, COMPLETIONS, LIMIT, TEMPERATURE = 4, 4, 12, 0.9
 CLIP = {"ppo_clip": (0.1, 0.15), "gspo": (0.02, 0.03), "gmpo": (0.05, 0.08)}
 AGGREGATIONS = ("sequence_mean", "group_token_mean", "token_mean", "constant", "sequence_sum")
+ALL = tuple((loss, aggregation) for loss in CLIP for aggregation in AGGREGATIONS)
+SOME = (("ppo_clip", "token_mean"), ("gspo", "sequence_mean"), ("gmpo", "group_token_mean"))  # every loss, another aggregation for each
 CONSTANT, KL_COEF, ENTROPY_COEF = 9, 0.05, 0.01
 # Far from every gap below, so that float32 rounding decides nothing. Importance weights of a sequence are alike on its tokens: then the
 # token form of the sequence losses has the papers' gradient.
@@ -100,7 +103,7 @@ def token_weight(mode: str, lengths: dict[tuple[int, int], int], key: tuple[int,
 
 def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
     """Two updates on the same rows; per update metrics, grad-norm and the gradient of every weight."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = load(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(aggregation), betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0)
     valid = [row for row in rows if row.finish != "abort"]
     with torch.no_grad():
@@ -139,7 +142,7 @@ def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
         optimizer.zero_grad()
         total.backward()
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        gradients = hub_names({name: parameter.grad for name, parameter in model.named_parameters()})
         optimizer.step()
         ratio, gap = torch.cat(ratios), torch.cat(gaps)
         metrics = {"loss": total.item(), **terms, "ratio": ratio.mean(), "ratio_max": ratio.max(), "ratio_min": ratio.min()}
@@ -150,11 +153,11 @@ def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
     return {"updates": updates, "trained_tokens": 2 * sum(lengths.values())}
 
 
-def expected_results(folder: Path) -> dict:
-    """Return the rows with the engine's log-probs, and the results of every (loss, aggregation)."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+def expected_results(folder: Path, algorithms: Iterable[tuple[str, str]]) -> dict:
+    """Return the rows with the engine's log-probs, and the results of every (loss, aggregation) in `algorithms`."""
+    model = load(folder)
     rows = make_rows(model.config.vocab_size)
     with torch.no_grad():
         rollout = {row.key: (score(model, row)[0].numpy() - row.gaps).astype(np.float32) for row in rows}
-    results = {(loss, mode): train(folder, rows, loss, mode) for loss in CLIP for mode in AGGREGATIONS}
+    results = {(loss, mode): train(folder, rows, loss, mode) for loss, mode in algorithms}
     return {"rollout_logprobs": rollout, "results": results}

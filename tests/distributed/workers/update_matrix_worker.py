@@ -1,7 +1,8 @@
 """Worker: losses x aggregations with a correction, in several layouts, against the dense result and against one rank.
 
 Arguments: model folder, file with the dense results, file with the metrics of one rank (written by a launch of one rank), then cases
-`layout:all` (every loss and aggregation) or `layout:some` (every loss, another aggregation for each).
+`layout:all` (every loss and aggregation of the dense results) or `layout:some`
+(every loss, another aggregation for each).
 """
 
 import os
@@ -35,7 +36,6 @@ from megagrpo.types import Completion, Prompt, Reward  # noqa: E402
 from megagrpo.weights.export import WeightExporter  # noqa: E402
 
 TOLERANCE = 1e-5  # relative, float32 against float64
-SOME = (("ppo_clip", "token_mean"), ("gspo", "sequence_mean"), ("gmpo", "group_token_mean"))
 
 
 def make_config(folder: Path, loss: str, aggregation: str) -> Config:
@@ -84,7 +84,9 @@ def run_case(
     hf, layout = read_hf_config(folder), groups.layout
 
     def load():
-        transformer_config = build_transformer_config(hf, groups, build_precision("fp32"), parallel.sp)
+        transformer_config = build_transformer_config(
+            hf, groups, build_precision("fp32"), parallel.sp, moe_dispatcher=parallel.moe_dispatcher
+        )
         return load_stage_model(str(folder), hf, transformer_config, groups, DEVICE, use_te=False)
 
     actor = Actor(load(), config.optimizer)
@@ -108,10 +110,11 @@ def run_case(
 
 def export_gradients(actor: Actor, exporter: WeightExporter) -> dict[str, torch.Tensor]:
     """Full gradients by HF name: each rank's reduced part gathered, then exported in the place of the weights."""
-    for bucket in (bucket for chunk in actor.chunks for buffer in chunk.buffers for bucket in buffer.buckets):
-        group = actor.model.groups.dp_cp
-        part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-        dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
+    for buffer in (buffer for chunk in actor.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
     parameters = [parameter for *_, parameter in actor.model.named_rules()]
     weights = [parameter.data for parameter in parameters]
     for parameter in parameters:
@@ -148,10 +151,11 @@ def main() -> None:
     expected = torch.load(sys.argv[2], weights_only=False)
     one_rank = torch.load(single) if single.is_file() else {}
     for layout_name, amount in (case.split(":") for case in sys.argv[4:]):
-        sizes = {name: int(size) for name, size in re.findall(r"(tp|cp|(?<!v)pp|vpp)(\d+)", layout_name)}
-        parallel = ParallelConfig(**sizes, sp="sp" in layout_name)
+        sizes = {name: int(size) for name, size in re.findall(r"(etp|ep|tp|cp|vpp|pp)(\d+)", layout_name)}
+        dispatcher = "allgather" if "allgather" in layout_name else "alltoall"
+        parallel = ParallelConfig(**sizes, sp="sp" in layout_name, moe_dispatcher=dispatcher)
         groups = build_groups(ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes), timeout_seconds=120)
-        for algorithm in expected["results"] if amount == "all" else SOME:
+        for algorithm in expected["results"] if amount == "all" else dense.SOME:
             name = f"{layout_name} {' '.join(algorithm)}"
             result, metrics, gradients = run_case(folder, make_config(folder, *algorithm), groups, parallel, expected["rollout_logprobs"])
             check(name, expected["results"][algorithm], result, metrics, gradients)
