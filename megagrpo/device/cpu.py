@@ -10,6 +10,7 @@ Two layers, both absent where CUDA is available:
 """
 
 import contextlib
+import functools
 import importlib.util
 import sys
 import types
@@ -123,12 +124,14 @@ def _fix_expert_collectives() -> None:
     import megatron.core.tensor_parallel.mappings as mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    @functools.wraps(moe_utils.maybe_move_tensor_to_cpu)
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
     gather_equal, scatter_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
+    @functools.wraps(gather_equal)
     def gather(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return gather_equal(tensor, group, sizes, use_global_buffer)
@@ -138,6 +141,7 @@ def _fix_expert_collectives() -> None:
         dist.all_gather(parts, padded, group=group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
+    @functools.wraps(scatter_equal)
     def reduce_scatter(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return scatter_equal(tensor, group, sizes, use_global_buffer)

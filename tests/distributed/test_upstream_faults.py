@@ -9,5 +9,5 @@ from torchrun_launch import run_torchrun
 
 
 @pytest.mark.distributed
-def test_every_fix_is_needed_and_works(dense_reference):
-    assert "TRAPS SHOWN" in run_torchrun(2, "traps_worker.py", *dense_reference)
+def test_every_fix_is_needed_and_works(dense_reference, moe_model, moe_references):
+    assert "TRAPS SHOWN" in run_torchrun(2, "traps_worker.py", *dense_reference, moe_model, moe_references / "plain.pt")

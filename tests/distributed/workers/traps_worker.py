@@ -1,10 +1,11 @@
 """Worker: each silent fault of Megatron-core gives wrong numbers with our fix taken away, and right ones with it.
 
-Arguments: model folder, file with the reference's result (see invariance_worker).
+Arguments: model folder, file with the reference's result (see invariance_worker); the same two for a mixture of experts.
 """
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 from megagrpo.device.device import megatron_region
 from megagrpo.models import build
@@ -26,41 +28,90 @@ def batched_p2p(layout, num_layers):
     return build_pipeline_fields(layout, num_layers) | {"overlap_p2p_comm": False, "batch_p2p_comm": True}
 
 
+def mark_all_alike(model):
+    """Mark what is split, but leave it to Megatron to tell experts from other parameters."""
+    mark_split_parameters(model)
+    for *_, parameter in model.named_rules():
+        parameter.allreduce = True
+
+
+@contextmanager
+def unbound_name() -> Iterator[None]:
+    value = moe_utils.te_general_gemm
+    del moe_utils.te_general_gemm
+    try:
+        yield
+    finally:
+        moe_utils.te_general_gemm = value
+
+
 build_pipeline_fields = build.pipeline_fields
+mark_split_parameters = build.mark_split_parameters
 nothing = lambda *args: None  # noqa: E731
 averaging = lambda *args, **options: build_transformer_config(*args, **options, calculate_per_token_loss=False)  # noqa: E731
 # Equal micro-batches: of unequal ones mixed-up shapes would raise. Case, what takes the fix away, what is then wrong
 REMOVED = {
     "interleaving on two stages with batched p2p is refused": (
         "pp2vpp2:equal",
-        {"models.build.pipeline_fields": batched_p2p},
+        {"megagrpo.models.build.pipeline_fields": batched_p2p},
         "mixes directions",
     ),
     "interleaving on two stages with batched p2p": (
         "pp2vpp2:equal",
-        {"models.build.pipeline_fields": batched_p2p, "models.build.check_pipeline_flags": nothing},
+        {"megagrpo.models.build.pipeline_fields": batched_p2p, "megagrpo.models.build.check_pipeline_flags": nothing},
         "loss",
     ),
-    "no tensor parallel marks": ("tp2:tiny", {"models.build.mark_split_parameters": nothing}, "norm"),
-    "Megatron's own division": ("cp2:tiny", {"": averaging}, "brings a factor of"),
-    "weights read before they were gathered": ("dp2overlap:tiny", {"policy.actor.Actor.gather_parameters": nothing}, "weights"),
+    "no tensor parallel marks": ("tp2:tiny", {"megagrpo.models.build.mark_split_parameters": nothing}, "norm"),
+    "Megatron's own division": ("cp2:tiny", {"invariance_worker.build_transformer_config": averaging}, "brings a factor of"),
+    "weights read before they were gathered": ("dp2overlap:tiny", {"megagrpo.policy.actor.Actor.gather_parameters": nothing}, "weights"),
 }
 
 
-def check_removed(folder: Path, expected: dict) -> None:
+MOE = "megatron.core.transformer.moe"
+REMOVED_FROM_EXPERTS = {
+    "experts summed over the group of the other parameters": (
+        "tp2spetp1:packed",
+        {"megagrpo.models.build.mark_split_parameters": mark_all_alike},
+        "norm",
+    ),
+    "split sizes as a tensor": (
+        "ep2:packed",
+        {f"{MOE}.token_dispatcher.maybe_move_tensor_to_cpu": token_dispatcher.maybe_move_tensor_to_cpu.__wrapped__},
+        "all_to_all_single",
+    ),
+    "unequal parts gathered as equal ones": (
+        "etp2:packed",
+        {"megatron.core.tensor_parallel.mappings._gather_along_first_dim": mappings._gather_along_first_dim.__wrapped__},
+        "invalid tensor size",
+    ),
+}
+
+
+def check_removed(removed: dict, folder: Path, expected: dict) -> None:
     """Run the invariance check with a fix taken away: it must fail, at the place where the fault shows."""
-    for name, (layout, patches, fault) in REMOVED.items():
+    for name, (layout, patches, fault) in removed.items():
         with ExitStack() as stack:
             for target, replacement in patches.items():
-                target = f"megagrpo.{target}" if target else "invariance_worker.build_transformer_config"
                 stack.enter_context(mock.patch(target, replacement))
             try:
                 invariance.check(folder, expected, *layout.split(":"))
-            except (AssertionError, RuntimeError) as error:
+            except (AssertionError, RuntimeError, NameError, TypeError) as error:
                 assert fault in str(error), f"{name}: failed with {error}"
             else:
                 raise AssertionError(f"{name}: the numbers did not change")
         destroy_groups()
+
+
+def check_unbound_name(folder: Path, expected: dict) -> None:
+    """The router's product names Transformer Engine's function also where its import failed."""
+    with unbound_name():
+        try:
+            invariance.check(folder, expected, "dp2", "packed")
+        except NameError as error:
+            assert "te_general_gemm" in str(error)
+        else:
+            raise AssertionError("the fault is gone: this Megatron needs the fix no more")
+    destroy_groups()
 
 
 def check_lost_all_reduce() -> None:
@@ -109,10 +160,12 @@ def check_shared_step(folder: Path) -> None:
 
 
 def main() -> None:
-    folder, expected = Path(sys.argv[1]), torch.load(sys.argv[2])
+    folder, expected, moe_folder, moe_expected = Path(sys.argv[1]), torch.load(sys.argv[2]), Path(sys.argv[3]), torch.load(sys.argv[4])
     check_lost_all_reduce()
     check_shared_step(folder)
-    check_removed(folder, expected)
+    check_removed(REMOVED, folder, expected)
+    check_removed(REMOVED_FROM_EXPERTS, moe_folder, moe_expected)
+    check_unbound_name(moe_folder, moe_expected)
     assert not dist.is_initialized()
     print("TRAPS SHOWN")
 
