@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= docker/constraints-cpu.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: install quickstart smollm2 gsm8k test test-fast lint clean
+.PHONY: install quickstart smollm2 gsm8k test test-fast test-faults lint clean
 
 install: $(VENV)/.installed
 
@@ -47,6 +47,10 @@ test: $(VENV)/.installed-test
 
 test-fast: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not distributed and not end_to_end"
+
+# Breaks tiny runs at many points and shows what each fault came to: make test-faults [JSON=FILE]
+test-faults: $(VENV)/.installed-test
+	$(BIN)/python tests/faults/harness.py $(if $(JSON),--json $(JSON))
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

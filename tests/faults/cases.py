@@ -1,0 +1,135 @@
+"""The faults."""
+
+from chains import Case, Chain
+
+LAST = 1  # the last rank of two
+
+
+def at(point, action, step=None, rank=LAST, **more):
+    return {"point": point, "action": action, "step": step, "rank": rank, **more}
+
+
+def killed(name, point, step, rank=LAST, **more):
+    return [Case(name, "resumes", [at(point, "kill", step, rank, **more)], says=r"rank \d died in (step|phase)")]
+
+
+def raises(name, point, step, rank=LAST, action="raise", error="RuntimeError: injected"):
+    return [Case(name, "resumes", [at(point, action, step, rank)], says=rf"rank {rank} failed in step {step}, phase \w+: {error}")]
+
+
+def stopped(name, point, step, action, rank=LAST):
+    return [Case(name, "stops", [at(point, action, step, rank)], says="stopped by SIG.*; the same command goes on from there")]
+
+
+KILLS = Chain(
+    "tp2",
+    2,
+    ["parallel.tp=2"],
+    [
+        killed("killed while the groups are built", "groups.enter", None),
+        killed("killed before the first rollout", "rollout.enter", 1),
+        killed("killed while it generates", "generate.enter", 2),
+        killed("the other rank killed while it generates", "generate.leave", 3, rank=0),
+        killed("killed while it scores", "score.enter", 4),
+        killed("killed before the tokens are exchanged", "exchange.enter", 5),
+        killed("killed before the backward pass", "forward_backward.enter", 6),
+        killed("killed before the weights are updated", "apply.enter", 7),
+        killed("killed after the weights are updated", "apply.leave", 8),
+        killed("killed while the engine loads weights", "load_weights.enter", 9),
+        killed("killed before the engine commits", "commit_weights.enter", 10, rank=0),
+        killed("killed before a save", "checkpoint.enter", 11),
+        killed("killed after a save", "checkpoint.leave", 12),
+    ],
+)
+
+ERRORS = Chain(
+    "dp2",
+    2,
+    ["update.mini_batches_per_step=2"],
+    [
+        raises("an error in the engine", "generate.enter", 1),
+        raises("an error on the other rank while its peer waits", "exchange.enter", 2, rank=0),
+        raises("an error between two updates", "apply.leave", 3),
+        raises("an error while the engine loads weights", "load_weights.enter", 4, rank=0),
+        raises("out of memory in the backward pass", "forward_backward.enter", 5, action="out_of_memory", error="MemoryError: injected"),
+        [Case("a user's mistake on one rank", "resumes", [at("update.enter", "user_error", 6)], says="(?m)^a mistake of the user's$")],
+        [Case("a crash in native code", "resumes", [at("generate.enter", "segfault", 7)], says="rank 1 died in step 7, phase rollout")],
+        [Case("an exit that says nothing", "resumes", [at("update.enter", "exit", 8)], says="rank 1 died in step 8, phase update")],
+        [
+            Case(
+                "both ranks fail at once",
+                "resumes",
+                [at("update.enter", "raise", 9, rank=None)],
+                says=r"rank \d failed in step 9, phase update: RuntimeError: injected",
+            )
+        ],
+    ],
+)
+
+SIGNALS = Chain(
+    "signals",
+    2,
+    ["parallel.pp=2", "checkpoint.every=100"],  # what is found again was saved by the stop alone
+    [
+        stopped("SIGTERM while it generates", "generate.enter", 1, "term"),
+        stopped("SIGUSR1 in the backward pass", "forward_backward.enter", 2, "usr1", rank=0),
+        stopped("SIGTERM on both ranks after an update", "apply.leave", 3, "term", rank=None),
+        stopped("Ctrl-C while the engine loads weights", "load_weights.enter", 4, "interrupt"),
+        [
+            Case(
+                "Ctrl-C twice",
+                "resumes",
+                [at("update.enter", "interrupt_twice", 5)],
+                says="interrupted twice: left at once, without saving",
+            )
+        ],
+    ],
+)
+
+STALLS = Chain(
+    "stalls",
+    2,
+    ["parallel.tp=2", "watchdog.limit_seconds=20"],
+    [
+        [
+            Case(
+                "a rank is frozen while it updates",
+                "resumes",
+                [at("forward_backward.enter", "freeze", 3)],
+                says=r"(?s)rank 0 stalled in step 3, phase update: no progress.*without an answer .*: rank 1",
+            )
+        ],
+        [
+            Case(
+                "a rank hangs in Python",
+                "resumes",
+                [at("generate.enter", "hang", 6)],
+                says=r"rank \d stalled in step 6, phase rollout: no progress",
+            )
+        ],
+        [
+            Case(
+                "a rank spins",
+                "resumes",
+                [at("publish.enter", "spin", 9)],
+                says=r"rank \d stalled in step 9, phase publish: no progress",
+            )
+        ],
+    ],
+)
+
+SHORT = Chain(
+    "short",
+    2,
+    ["parallel.tp=2", "watchdog.limit_seconds=60"],
+    [
+        killed("killed while it generates", "generate.enter", 1),
+        killed("killed after the weights are updated", "apply.leave", 2, rank=0),
+        killed("killed before a save", "checkpoint.enter", 3),
+        raises("an error while its peer waits", "exchange.enter", 4, rank=0),
+        stopped("SIGTERM while it generates", "generate.enter", 5, "term"),
+        STALLS.launches[1],
+    ],
+)
+
+CHAINS = [KILLS, ERRORS, SIGNALS, STALLS]

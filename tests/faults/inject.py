@@ -1,0 +1,195 @@
+"""Breaks a rank at a named point. Installed before the training starts; the product knows nothing of it.
+
+A fault is a dict:
+    point   where: `PHASE.enter`, `PHASE.leave` of the trainer's phases (rollout, update, publish, evaluate, checkpoint, ...), or the name
+            of a wrapped function (see _FUNCTIONS) with `.enter` or `.leave`, or `files` (an operation on the checkpoints' folder)
+    action  what: see _ACTIONS
+    step    in which step; None: in any
+    rank    on which rank; None: on all
+    skip    passes through the point that are left alone first
+    times   passes that are hit; default 1, None: all of them
+    only    attempt (TORCHELASTIC_RESTART_COUNT) that is hit; default 0
+"""
+
+import builtins
+import ctypes
+import errno
+import functools
+import importlib
+import io
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+FUNCTIONS = {
+    "generate": "megagrpo.rollout.engines.transformers:TransformersEngine.generate",
+    "score": "megagrpo.rewards.dispatch:Dispatcher.run",
+    "exchange": "megagrpo.policy.update:exchange_completions",
+    "forward_backward": "megagrpo.policy.actor:Actor.forward_backward",
+    "apply": "megagrpo.policy.actor:Actor.apply_gradients",
+    "load_weights": "megagrpo.rollout.engines.transformers:TransformersEngine.load",
+    "commit_weights": "megagrpo.rollout.engines.transformers:TransformersEngine.commit_update",
+    "build": "megagrpo.trainer:build_session",
+    "groups": "megagrpo.session:build_groups",
+    "load_checkpoint": "megagrpo.checkpoint.manager:CheckpointManager.load",
+    "write_row": "megagrpo.telemetry.writers:JsonlWriter.write",
+    "export": "megagrpo.trainer:write_hf_folder",
+}
+
+
+def _os_error(code: int):
+    def act() -> None:
+        raise OSError(code, os.strerror(code))
+
+    return act
+
+
+def _raise(error: Exception):
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def _signal(number: int):
+    def act() -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(0.2)  # delivered to the thread that waits for signals
+
+    return act
+
+
+def _user_error() -> None:
+    from megagrpo.errors import UserError
+
+    raise UserError("a mistake of the user's")
+
+
+ACTIONS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "segfault": lambda: ctypes.string_at(0),
+    "exit": lambda: os._exit(7),
+    "raise": _raise(RuntimeError("injected")),
+    "out_of_memory": _raise(MemoryError("injected")),
+    "user_error": _user_error,
+    "term": _signal(signal.SIGTERM),
+    "usr1": _signal(signal.SIGUSR1),
+    "interrupt": _signal(signal.SIGINT),
+    "interrupt_twice": lambda: (_signal(signal.SIGINT)(), _signal(signal.SIGINT)()),
+    "hang": lambda: time.sleep(1000),
+    "spin": lambda: [None for _ in iter(int, 1)],
+    "slow": lambda: time.sleep(3),
+    "no_space": _os_error(errno.ENOSPC),
+    "read_only": _os_error(errno.EROFS),
+    "io_error": _os_error(errno.EIO),
+    "kill_launcher": lambda: os.kill(os.getppid(), signal.SIGKILL),
+}
+
+
+class Injector:
+    """The faults of this rank, and when each was met."""
+
+    def __init__(self, faults: list[dict], log: Path):
+        self.rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.log, self.step = log, None
+        self.faults = [dict(fault, passed=0) for fault in faults if fault.get("only", 0) in (attempt, None)]
+
+    def hit(self, point: str) -> None:
+        """Do what is to be done at this point."""
+        for fault in self.faults:
+            if fault["point"] != point or fault.get("rank", self.rank) not in (self.rank, None):
+                continue
+            if fault.get("step") not in (self.step, None):
+                continue
+            fault["passed"] += 1
+            times = fault.get("times", 1)
+            number = fault["passed"] - fault.get("skip", 0)
+            if number >= 1 and (times is None or number <= times):
+                self.note("fault", point=point, action=fault["action"])
+                ACTIONS[fault["action"]]()
+
+    def note(self, kind: str, **more: object) -> None:
+        """Append a line to the log that the harness reads; written with the unpatched calls."""
+        line = json.dumps({"kind": kind, "time": time.time(), "rank": self.rank, "step": self.step, **more}) + "\n"
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, line.encode())
+        os.close(descriptor)
+
+
+def install(faults: list[dict], log: Path, run_dir: Path) -> None:
+    """Wrap what can be hit; every rank, before the training starts."""
+    from megagrpo.supervision.supervisor import Supervisor
+    from megagrpo.telemetry.recorder import Recorder
+    from megagrpo.telemetry.timers import PhaseTimers
+
+    injector = Injector(faults, log)
+    for name, place in FUNCTIONS.items():
+        module, _, path = place.partition(":")
+        owner = importlib.import_module(module)
+        for part in path.split(".")[:-1]:
+            owner = getattr(owner, part)
+        attribute = path.rpartition(".")[2]
+        setattr(owner, attribute, _around(getattr(owner, attribute), name, injector))
+    _watch_phases(PhaseTimers, Supervisor, Recorder, injector)
+    if any(fault["point"] == "files" for fault in injector.faults):
+        _watch_files(str(run_dir / "checkpoints"), injector)
+
+
+def _around(function, name: str, injector: Injector):
+    @functools.wraps(function)
+    def wrapped(*arguments, **options):
+        injector.hit(f"{name}.enter")
+        result = function(*arguments, **options)
+        injector.hit(f"{name}.leave")
+        return result
+
+    return wrapped
+
+
+def _watch_phases(timers, supervisor, recorder, injector: Injector) -> None:
+    build, enter, record = timers.__init__, supervisor.enter, recorder.step
+
+    def build_with_listeners(self, *arguments, **options) -> None:
+        build(self, *arguments, **options)
+        self.on_enter.append(lambda name: injector.hit(f"{name}.enter"))
+        self.on_leave.append(lambda name, seconds: injector.hit(f"{name}.leave"))
+
+    def enter_and_look(self, name: str) -> None:
+        enter(self, name)
+        if self.step != injector.step:
+            injector.step = self.step
+
+    def record_and_note(self, step: int, metrics) -> None:
+        record(self, step, metrics)
+        injector.note("row", row=step)
+
+    timers.__init__, supervisor.enter, recorder.step = build_with_listeners, enter_and_look, record_and_note
+
+
+def _watch_files(folder: str, injector: Injector) -> None:
+    """Count every operation that changes something under the checkpoints' folder."""
+
+    def guard(function, writes):
+        @functools.wraps(function)
+        def wrapped(path, *arguments, **options):
+            if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(folder) and writes(*arguments, **options):
+                injector.hit("files")
+            return function(path, *arguments, **options)
+
+        return wrapped
+
+    def always(*_arguments, **_options) -> bool:
+        return True
+
+    def opens_to_write(mode="r", *_arguments, **_options) -> bool:
+        return any(letter in mode for letter in "wax+")
+
+    builtins.open = guard(builtins.open, opens_to_write)
+    io.open = guard(io.open, opens_to_write)
+    for name in ("rename", "replace", "mkdir"):
+        setattr(os, name, guard(getattr(os, name), always))
+    shutil.rmtree = guard(shutil.rmtree, always)
