@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= docker/constraints-cpu.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: install quickstart smollm2 gsm8k test test-fast test-faults lint clean
+.PHONY: install quickstart smollm2 gsm8k engines-sglang test test-fast test-faults lint clean
 
 install: $(VENV)/.installed
 
@@ -26,6 +26,16 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-rewards: $(VENV)/.installed
 	@$(PIP_INSTALL) --editable ".[rewards]"
+	@touch $@
+
+# SGLang in a Python environment of its own, for machines without a GPU (3 GB); engine.python finds it there.
+engines-sglang: .engines/sglang/.installed
+
+.engines/sglang/.installed: docker/engine-sglang.txt
+	@echo "installing SGLang into .engines/sglang ..."
+	@$(PYTHON) -m venv .engines/sglang
+	@.engines/sglang/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $<)
+	@.engines/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
 	@touch $@
 
 quickstart: $(VENV)/.installed
