@@ -5,12 +5,16 @@ order of the rows. The uniform comes from the SplitMix64 finaliser (Steele, Lea 
 the token is the inverse of the cumulative distribution at that uniform, summed in float64 so that rounding does not move it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from megagrpo.types import SamplingParams
+if TYPE_CHECKING:  # engine processes load this file by its path, where megagrpo is not installed
+    from megagrpo.types import SamplingParams
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # odd, nearest to 2**64 / golden ratio: spreads consecutive counters
 _BLOCK = 128  # tokens per partial sum of the inverse CDF: only one block per row is scanned token by token

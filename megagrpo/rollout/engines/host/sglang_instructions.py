@@ -1,0 +1,41 @@
+"""What the trainer tells an SGLang server to do with weights, and what it answers. Read on both sides: standard library only.
+
+An instruction travels as the body of `/update_weights_from_tensor`, with `load_format` LOAD_FORMAT and its JSON in the place of the
+pickled tensors. The message of the reply is JSON as well: the acknowledgements of all engine ranks.
+"""
+
+import base64
+import json
+from typing import Any
+
+LOAD_FORMAT = "megagrpo_manifest"
+
+
+def load_body(manifest_json: str) -> dict[str, Any]:
+    """Return the request that loads one bucket; the weight version and the caches stay as they are until the commit."""
+    return _body({"load": manifest_json}, flush_cache=False)
+
+
+def commit_body(version: int) -> dict[str, Any]:
+    """Return the request that makes `version` the one that serves, on a server whose requests are retracted: caches are dropped."""
+    return _body({"commit": version}, flush_cache=True, weight_version=str(version))
+
+
+def describe_body() -> dict[str, Any]:
+    """Return the request for the names and shapes of every engine rank's parameters; nothing is changed."""
+    return _body({"describe": None})
+
+
+def read_reply(message: str) -> list[dict[str, Any]]:
+    """Return the ranks' answers from a reply's message; SGLang appends a sentence of its own to a commit's."""
+    return json.JSONDecoder().raw_decode(message)[0]
+
+
+def read_instruction(payload: bytes) -> dict[str, Any]:
+    """Return {"load": manifest as JSON}, {"commit": version} or {"describe": None} from a request's (decoded) payload."""
+    return json.loads(payload)
+
+
+def _body(instruction: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    payload = base64.b64encode(json.dumps(instruction).encode()).decode()
+    return {"serialized_named_tensors": [payload], "load_format": LOAD_FORMAT} | fields
