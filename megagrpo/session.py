@@ -2,12 +2,14 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 from megagrpo.algorithms.algorithm import Algorithm
+from megagrpo.checkpoint.lock import RunLock, hold_run_folder
 from megagrpo.config.checks import build_layout, sequence_alignment, token_alignment
 from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
 from megagrpo.config.schema import Config, EvaluationSetConfig
@@ -39,6 +41,8 @@ class Session:
     """The parts of a run on this rank."""
 
     config: Config
+    lock: RunLock
+    tokenizer: Any
     groups: ParallelGroups
     layout: ParallelLayout
     actor: Actor
@@ -54,6 +58,7 @@ class Session:
         """Stop what this rank started."""
         self.generator.rewards.close()
         self.generator.engine.close()
+        self.lock.release()
 
 
 def build_session(config: Config, device: torch.device) -> Session:
@@ -74,6 +79,7 @@ def build_session(config: Config, device: torch.device) -> Session:
     rewards = RewardPool(config.rewards.functions, config.rewards.workers, config.rewards.timeout_seconds, config.rewards.failure_value)
     layout = build_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
     groups = build_groups(layout, config.run.collective_timeout_seconds)
+    lock = hold_run_folder(Path(config.run.dir))
 
     def load_model() -> StageModel:
         transformer_config = build_transformer_config(
@@ -110,6 +116,8 @@ def build_session(config: Config, device: torch.device) -> Session:
     sampler = PromptSampler(source, config.run.seed)
     return Session(
         config=config,
+        lock=lock,
+        tokenizer=tokenizer,
         groups=groups,
         layout=layout,
         actor=actor,

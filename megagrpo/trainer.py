@@ -64,7 +64,6 @@ class Trainer:
         self.recorder: Recorder | None = None
         self._gap_checked = False
         self._is_step_untouched = True  # no update of the running step has been applied
-        self._saved_step: int | None = None  # of the newest checkpoint
 
     def run(self) -> None:
         """Train all steps that are left, then export and sum up; where a signal asks for it, save and stop before that."""
@@ -77,13 +76,15 @@ class Trainer:
         with self.timers.phase("resume"):
             restored = self.checkpoints.resume()
         self.state = restored or self.state
-        resumed = self._saved_step = restored.step if restored else None
+        resumed = restored.step if restored else None
+        self.started -= self.state.wall_seconds  # the wall clock of a run goes on over its resumes
         is_main = self.session.groups.rank == 0
         self.recorder = Recorder(self.run_dir, self.config.run.steps, self.config.telemetry, resumed) if is_main else None
         if self.recorder:
             (self.run_dir / "config.yaml").write_text(dump_config(self.config))
             self.recorder.note(f"resumed after step {resumed}" if resumed is not None else f"run folder {self.run_dir}")
             self.timers.on_enter.append(self.recorder.phase)
+            self.checkpoints.report_to(self.recorder.note)
         with self.timers.phase("publish"):
             self.session.publisher.publish(self.state.weight_version)  # no rollout before the engine holds the trainer's weights
         if resumed is None:
@@ -110,6 +111,7 @@ class Trainer:
             self.state.weight_version += 1
             self.session.publisher.publish(self.state.weight_version)
         self.state.step = step
+        self.state.wall_seconds = self._wall_seconds()
         self.checkpoints.capture(self.state)
         metrics = self._step_metrics(rollouts, counts, result)
         metrics[names.STEP_SECONDS] = time.perf_counter() - step_started
@@ -118,9 +120,8 @@ class Trainer:
         if self._is_due(self.config.evaluation.every, step):
             metrics |= self._evaluate()
         self._record(step, metrics, rollouts)
-        if self.checkpoints.is_due(step):
-            with self.timers.phase("checkpoint"):
-                self._save()
+        with self.timers.phase("checkpoint"):  # training stands still here: its seconds are in the next step's row
+            self.checkpoints.after_step(self.state, metrics)
 
     # ---- the verbs
 
@@ -155,21 +156,16 @@ class Trainer:
         if all_reduce_flag(self.supervisor.stop_reason is not None):
             raise StopRequested
 
-    def _save(self) -> Path:
-        self.state.wall_seconds = self._wall_seconds()
-        self._saved_step = self.state.step
-        return self.checkpoints.save(self.state)
-
     def _save_and_stop(self) -> None:
         """Save the last finished step, unless it is saved already, and say how to go on."""
         step, reasons = self.state.step, all_gather_metadata(self.supervisor.stop_reason)
-        if self._saved_step != step:
-            with self.timers.phase("checkpoint"):
-                self._save()
+        with self.timers.phase("checkpoint"):
+            is_saved = self.checkpoints.save_now(self.state)
         if self.recorder:
             reason = next(reason for reason in reasons if reason is not None)
             self.recorder.note(
-                f"stopped by {reason} after step {step} of {self.config.run.steps}, which is saved; the same command "
+                f"stopped by {reason} after step {step} of {self.config.run.steps}, which is {'' if is_saved else 'NOT '}saved; "
+                "the same command "
                 f"{'' if self.config.run.resume == 'auto' else 'with run.resume=auto '}goes on from there"
             )
 
@@ -198,6 +194,7 @@ class Trainer:
         return metrics
 
     def _finish(self) -> None:
+        self.checkpoints.finish()
         if self.config.run.export_hf:
             tensors = self.session.publisher.exporter.tensors()
             if self.recorder:

@@ -1,11 +1,28 @@
-"""The checkpoints of one run, as the trainer uses them: resume at the start, save after the steps that are due."""
+"""The checkpoints of one run, as the trainer uses them: resume at the start, a save after each step that is due."""
 
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
-from megagrpo.checkpoint.manager import CheckpointManager
-from megagrpo.checkpoint.state import TrainerState
+from megagrpo.checkpoint import carried as carrying
+from megagrpo.checkpoint.agreement import SaveError, on_first_rank
+from megagrpo.checkpoint.carried import Carried, RandomStates
+from megagrpo.checkpoint.folder import Retention, step_of
+from megagrpo.checkpoint.identity import describe_model, describe_tokenizer, describe_weights, verify_weights
+from megagrpo.checkpoint.manager import CheckpointManager, Contents, Saved
+from megagrpo.checkpoint.manifest import Manifest
+from megagrpo.checkpoint.resume import CONFIG_FILE, Choice, check_config, check_identity, choose_checkpoint
+from megagrpo.checkpoint.shards import ShardCollector, load_shards
+from megagrpo.checkpoint.state import STATE_FILE, TrainerState
+from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
+from megagrpo.errors import UserError
+from megagrpo.models.hf_files import TOKENIZER_PATTERNS, write_hf_folder
+from megagrpo.models.megatron_files import copy_hf_files
 from megagrpo.session import Session
+from megagrpo.telemetry import names
+from megagrpo.telemetry.summary import package_versions
 
 
 class RunCheckpoints:
@@ -13,33 +30,197 @@ class RunCheckpoints:
 
     def __init__(self, session: Session):
         self.session, self.config = session, session.config
+        self.settings = self.config.checkpoint
+        self.hf_folder = hf_folder_of(self.config.model.path)
+        self.reference = session.updater.reference.model if session.updater.reference else None
+        saved_reference = self.reference if self.settings.save_reference else None
+        retention = Retention(self.settings.keep_last, self.settings.keep_every, self.settings.keep_best, self.settings.best_mode)
         folder = Path(self.config.run.dir) / "checkpoints"
-        self.manager = CheckpointManager(folder, self.config.checkpoint.keep_last, hf_folder_of(self.config.model.path))
+        self.manager = CheckpointManager(folder, ShardCollector(session.actor, saved_reference), retention, self.settings.asynchronous)
+        self.carried: dict[str, Carried] = {"random": RandomStates(session.groups.rank)}
+        self._model = describe_model(session.actor.model.hf)
+        self._tokenizer = describe_tokenizer(session.tokenizer)
+        self._reference_weights: Mapping | None = None  # checksums of whole model files: taken once, when first needed
+        self._own_files: dict[str, bytes] = {}  # of this rank, as they were at the end of the step
+        self._saved_step: int | None = None  # of the newest good checkpoint
+        self._retry = False
+        self._notes: list[str] = []
+        self._note: Callable[[str], None] = self._notes.append
+
+    def report_to(self, note: Callable[[str], None]) -> None:
+        """Send what there is to tell to `note`, line by line; what came before it too."""
+        self._note = note
+        for line in self._notes:
+            note(line)
+        self._notes.clear()
+
+    # ---- resume
 
     def resume(self) -> TrainerState | None:
-        """Load the newest complete checkpoint where there is one and resuming is on. Collective over all ranks."""
-        complete = self.manager.complete()
-        if self.config.run.resume != "auto" or not complete:
+        """Load the newest good checkpoint where there is one and resuming is on. Collective over all ranks.
+
+        Raises:
+            UserError: on all ranks: a checkpoint that may not be gone on from, or none that is good.
+        """
+        if self.config.run.resume == "never":
+            if found := self.manager.candidates():
+                raise UserError(
+                    f"run.resume: never: {found[0]} is there already and a new run would mix its checkpoints with it; "
+                    "choose another run.dir"
+                )
             return None
-        state = self.manager.load(complete[-1], self.session.actor)
+        choice = choose_checkpoint(self.manager)
+        return self._restore(choice) if choice else None
+
+    def roll_back(self) -> TrainerState | None:
+        """Go back to the newest good checkpoint in the middle of a run, after an unfinished save has ended. Collective over all ranks."""
+        self.finish()
+        choice = choose_checkpoint(self.manager)
+        return self._restore(choice) if choice else None
+
+    def _restore(self, choice: Choice) -> TrainerState:
+        check_identity(choice, self._model, self._tokenizer)
+        state = TrainerState.load(choice.path)
+        notes = choice.notes + check_config(choice, self.config, state.updates)
+        saved = choice.manifest.reference
+        if self.reference is not None and saved is not None and not saved.get("saved"):
+            problems = verify_weights(saved, self.config.model.path)
+            if problems:
+                raise UserError(
+                    "\n".join(
+                        f"{choice.path}: the reference weights were those of {saved['source']}, "
+                        f"model.path {self.config.model.path} differs: {problem}"
+                        for problem in problems
+                    )
+                )
+        has_reference = self.reference is not None and saved is not None and bool(saved.get("saved"))
+        load_shards(choice.path, self.session.actor, self.reference if has_reference else None)
+        carrying.unpack(choice.path, self.carried)
         self.session.sampler.load_state(state.prompt_position)
         if state.algorithm:
             self.session.algorithm.load_state_dict(state.algorithm)
+        for note in notes:
+            self._note(note)
+        self._saved_step = state.step
+        self.capture(state)
         return state
+
+    # ---- save
 
     def is_due(self, step: int) -> bool:
         """Say whether a checkpoint is saved after `step`."""
-        every = self.config.checkpoint.every
-        return bool(every) and (step % every == 0 or step == self.config.run.steps)
+        every, hf_every = self.settings.every, self.settings.hf_every
+        periodic = bool(every) and (step % every == 0 or step == self.config.run.steps)
+        return periodic or bool(hf_every and step % hf_every == 0) or self._retry
 
     def capture(self, state: TrainerState) -> None:
-        """Complete `state` with the position of the session's parts, at the end of a step: it may be saved in the midst of the next."""
+        """Complete `state` with the positions of the session's parts, at the end of a step: it may be saved in the midst of the next."""
         state.prompt_position = self.session.sampler.state()
         state.algorithm = self.session.algorithm.state_dict()
+        self._own_files = carrying.pack(self.carried, self.session.groups.rank)
 
-    def save(self, state: TrainerState) -> Path:
-        """Save the session and `state`, and return the checkpoint's folder. Collective over all ranks.
+    def after_step(self, state: TrainerState, metrics: Mapping[str, float]) -> None:
+        """Finish an earlier save where all ranks have written it, and start one where it is due. Collective over all ranks.
+
+        A save that fails is told; training goes on, older checkpoints stay, and the next step tries again.
+        """
+        try:
+            self._done(self.manager.poll())
+            if self.is_due(state.step):
+                self._done(self.manager.finish())
+                self._save(state, metrics)
+        except SaveError as error:
+            self._failed(error)
+
+    def save_now(self, state: TrainerState) -> bool:
+        """Save `state` unless it is saved already, wait until it is on disk, and say whether it is. Collective over all ranks.
 
         The weights must be those that `capture` saw: no update may have been applied since.
         """
-        return self.manager.save(self.session.actor, state)
+        self.finish()
+        if self._saved_step != state.step:
+            try:
+                self._save(state, {})
+            except SaveError as error:
+                self._failed(error)
+            self.finish()
+        return self._saved_step == state.step
+
+    def finish(self) -> None:
+        """Wait for a save that is being written. Collective over all ranks."""
+        try:
+            self._done(self.manager.finish())
+        except SaveError as error:
+            self._failed(error)
+
+    def _save(self, state: TrainerState, metrics: Mapping[str, float]) -> None:
+        manifest = Manifest(
+            step=state.step,
+            weight_version=state.weight_version,
+            model=self._model,
+            tokenizer=self._tokenizer,
+            layout=asdict(self.session.layout),
+            versions=package_versions(),
+            files=(),
+            reference=self._describe_reference(),
+            score=metrics.get(f"{names.EVALUATION}{self.settings.best_metric}"),
+        )
+        contents = Contents(
+            manifest,
+            {STATE_FILE: state.to_json(), CONFIG_FILE: dump_config(self.config)},
+            self._own_files,
+            lambda folder: self._write_extras(folder, state.step),
+        )
+        self._retry = False
+        self._done(self.manager.save(contents))
+
+    def _write_extras(self, folder: Path, step: int) -> None:
+        on_first_rank(lambda: self._copy_hf_files(folder / "hf_files"))
+        if self.settings.hf_every and step % self.settings.hf_every == 0:
+            tensors = self.session.publisher.exporter.tensors()
+            error: OSError | None = None
+            if self.session.groups.rank == 0:
+                try:
+                    write_hf_folder(tensors, folder / "hf_files", folder / "hf")
+                except OSError as caught:
+                    error = caught
+            for _ in tensors:  # the others take part in the collectives; the first rank too, where it could not write
+                pass
+
+            def tell() -> None:
+                if error is not None:
+                    raise error
+
+            on_first_rank(tell)
+
+    def _copy_hf_files(self, target: Path) -> None:
+        copy_hf_files(self.hf_folder, target)
+        if self.config.model.tokenizer is not None:
+            for pattern in TOKENIZER_PATTERNS:
+                for path in Path(self.config.model.tokenizer).glob(pattern):
+                    shutil.copy(path, target / path.name)
+
+    def _describe_reference(self) -> Mapping | None:
+        if self.reference is None:
+            return None
+        if self.settings.save_reference:
+            return {"saved": True, "source": self.config.model.path}
+        if self._reference_weights is None:
+            self._reference_weights = describe_weights(self.config.model.path)
+        return self._reference_weights
+
+    def _done(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        self._saved_step = step_of(saved.path)
+        removed = f"; removed {', '.join(saved.removed)}" if saved.removed else ""
+        self._note(
+            f"checkpoint {saved.path}: {saved.num_bytes / 2**20:.1f} MiB, training stood still for {saved.stall_seconds:.2f} s, "
+            f"written in {saved.write_seconds:.2f} s{removed}"
+        )
+
+    def _failed(self, error: SaveError) -> None:
+        self._retry = True
+        kept = self.manager.candidates()
+        last = f"; the newest checkpoint is {kept[0]}" if kept else "; there is no older checkpoint"
+        self._note(f"warning: checkpoint not saved: {error}{last}; tried again after the next step")

@@ -1,14 +1,19 @@
-"""What a checkpoint holds beside the model and the optimizer. Sampling is counter-based, so there is no RNG state to keep."""
+"""The position of a run, as a checkpoint keeps it in `trainer_state.json`.
+
+A new field needs a default, so that older checkpoints load; what single ranks hold of their own registers as `carried.Carried`.
+"""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+STATE_FILE = "trainer_state.json"
 
 
 @dataclass
 class TrainerState:
-    """The position of a run; small, the same on all ranks."""
+    """Small, the same on all ranks. Sampling and prompt order are functions of these numbers."""
 
     step: int = 0  # finished outer steps
     updates: int = 0  # optimizer updates so far: what the learning-rate schedule counts
@@ -16,14 +21,15 @@ class TrainerState:
     prompt_position: int = 0  # prompts drawn so far
     nonfinite_in_a_row: int = 0
     algorithm: dict[str, float] = field(default_factory=dict)
-    wall_seconds: float = 0.0
+    wall_seconds: float = 0.0  # of all runs so far
 
-    def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2))
+    def to_json(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(asdict(self), indent=2)
 
     @classmethod
-    def load(cls, path: Path) -> "TrainerState":
-        """Read what `save` wrote."""
-        values: dict[str, Any] = json.loads(path.read_text())
-        return cls(**values)
+    def load(cls, folder: Path) -> "TrainerState":
+        """Read it from a checkpoint. A field that this version does not know is dropped: the format version guards the meaning."""
+        values: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})

@@ -10,6 +10,7 @@ from typing import Any
 
 from megagrpo.config.files import check_files, read_hf_config
 from megagrpo.config.hardware import Hardware, detect_hardware
+from megagrpo.config.messages import field_places
 from megagrpo.config.schema import Config, ParallelConfig
 from megagrpo.errors import ConfigError
 from megagrpo.parallel.layout import ParallelLayout
@@ -49,6 +50,7 @@ def check_config(config: Config, world_size: int, hf_config: Mapping[str, Any] |
         *_check_sampling(config, hf_config or {}),
         *_check_algorithm(config),
         *_check_evaluation(config),
+        *_check_checkpoint(config),
         *_check_hardware(config, hardware or detect_hardware()),
     ]
 
@@ -177,6 +179,18 @@ def _check_evaluation(config: Config) -> Iterator[str]:
         if not held_out.name or "/" in held_out.name:
             yield f"{place}: becomes the metric eval/NAME: it must not be empty or hold a slash"
         seen.add(held_out.name)
+
+
+def _check_checkpoint(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    sets = [held_out.name for held_out in config.evaluation.sets]
+    if checkpoint.keep_best and checkpoint.best_metric not in sets:
+        allowed = f"one of evaluation.sets: {', '.join(sets)}" if sets else "the name of a held-out set, and evaluation.sets has none"
+        yield f"checkpoint.best_metric: {checkpoint.best_metric or 'missing'}: keep_best needs {allowed}"
+    places = set(field_places(Config))
+    for name in config.run.allow_config_changes:
+        if name not in places:
+            yield f"run.allow_config_changes: {name}: no section or field; written as section or section.field"
 
 
 def _check_hardware(config: Config, hardware: Hardware) -> Iterator[str]:

@@ -115,6 +115,14 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def field_places(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all sections and fields of a model."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        if isinstance(field.annotation, type) and (section := section_of(field.annotation)) is not None:
+            yield from field_places(section, f"{prefix}{name}.")
+
+
 def _model_at(location: Location, root: type[BaseModel]) -> type[BaseModel]:
     model = root
     for part in location:

@@ -9,27 +9,34 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import FREE, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class RunConfig(Section):
     """The run as a whole."""
 
-    dir: str = Field("runs/run", description="run folder: config, metrics, checkpoints, exports")
-    steps: PositiveInt = Field(100, description="outer steps: rollout, update, publish")
+    dir: Annotated[str, FREE] = Field("runs/run", description="run folder: config, metrics, checkpoints, exports")
+    steps: Annotated[PositiveInt, FREE] = Field(100, description="outer steps: rollout, update, publish")
     seed: NonNegativeInt = Field(0, description="seed of prompt order and sampling")
-    resume: Literal["auto", "never"] = Field("auto", description="auto: go on from the newest good checkpoint of the run folder")
-    export_hf: bool = Field(True, description="write the final weights as an HF folder, DIR/hf")
-    max_nonfinite_steps: PositiveInt = Field(3, description="stop after this many skipped (non-finite) updates in a row")
-    collective_timeout_seconds: PositiveInt = Field(600, description="a collective that waits longer than this ends the run")
+    resume: Annotated[Literal["auto", "never"], FREE] = Field(
+        "auto", description="auto: go on from the newest good checkpoint of the run folder"
+    )
+    export_hf: Annotated[bool, FREE] = Field(True, description="write the final weights as an HF folder, DIR/hf")
+    allow_config_changes: Annotated[tuple[str, ...], FREE] = Field(
+        (), description="sections or fields, as optimizer.lr, that may differ from the checkpoint's when a run goes on from it"
+    )
+    max_nonfinite_steps: Annotated[PositiveInt, FREE] = Field(3, description="stop after this many skipped (non-finite) updates in a row")
+    collective_timeout_seconds: Annotated[PositiveInt, FREE] = Field(
+        600, description="a collective that waits longer than this ends the run"
+    )
 
 
 class ModelConfig(Section):
     """The pretrained model."""
 
-    path: str = Field(description="HF folder: config.json, safetensors (sharded or not), tokenizer")
-    tokenizer: str | None = Field(None, description="tokenizer folder, where it is not the model's")
-    attention: Literal["auto", "local", "te"] = Field(
+    path: Annotated[str, FREE] = Field(description="HF folder: config.json, safetensors (sharded or not), tokenizer")
+    tokenizer: Annotated[str | None, FREE] = Field(None, description="tokenizer folder, where it is not the model's")
+    attention: Annotated[Literal["auto", "local", "te"], FREE] = Field(
         "auto", description="layer spec: te = Transformer Engine (CUDA only), auto = te where it can be used"
     )
 
@@ -93,8 +100,10 @@ class RolloutConfig(Section):
     top_k: NonNegativeInt = Field(0, description="0 keeps the whole vocabulary")
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
     stop_token_ids: tuple[int, ...] = Field((), description="token ids that end a completion, beside end-of-sequence")
-    max_logprob_gap: PositiveFloat | None = Field(None, description="largest |engine - actor| log-prob allowed before the first update")
-    logprob_gap_action: Literal["stop", "warn"] = Field("stop", description="what a larger gap does")
+    max_logprob_gap: Annotated[PositiveFloat | None, FREE] = Field(
+        None, description="largest |engine - actor| log-prob allowed before the first update"
+    )
+    logprob_gap_action: Annotated[Literal["stop", "warn"], FREE] = Field("stop", description="what a larger gap does")
 
 
 class OptimizerConfig(Section):
@@ -116,10 +125,10 @@ class UpdateConfig(Section):
 
     mini_batches_per_step: PositiveInt = Field(1, description="optimizer updates per pass over the step's groups")
     epochs_per_step: PositiveInt = Field(1, description="passes over the step's groups")
-    max_tokens_per_microbatch: PositiveInt = Field(8192, description="never exceeded, alignment padding included")
-    packing: bool = Field(True, description="false: one sequence per micro-batch")
-    share_prompts: bool = Field(True, description="compute a group's prompt once per micro-batch (local layer spec only)")
-    recompute: Literal["none", "selective", "full"] = Field("none", description="activation recompute")
+    max_tokens_per_microbatch: Annotated[PositiveInt, FREE] = Field(8192, description="never exceeded, alignment padding included")
+    packing: Annotated[bool, FREE] = Field(True, description="false: one sequence per micro-batch")
+    share_prompts: Annotated[bool, FREE] = Field(True, description="compute a group's prompt once per micro-batch (local layer spec only)")
+    recompute: Annotated[Literal["none", "selective", "full"], FREE] = Field("none", description="activation recompute")
     router_aux_loss_coef: NonNegativeFloat = Field(
         0.0, description="weight of the balance loss of each expert layer (DeepSeek-V3, Eq. 17, per sequence); 0: none"
     )
@@ -137,7 +146,7 @@ class RewardsConfig(Section):
     """All rewards; the value of a completion is the weighted sum."""
 
     functions: tuple[RewardConfig, ...] = Field(min_length=1)
-    workers: PositiveInt = Field(1, description="reward processes per rank")
+    workers: Annotated[PositiveInt, FREE] = Field(1, description="reward processes per rank")
     timeout_seconds: PositiveFloat = Field(10.0, description="a completion that takes longer is killed and scores `failure_value`")
     failure_value: float = Field(0.0, description="reward of a completion whose scoring timed out or crashed")
 
@@ -163,7 +172,14 @@ class CheckpointConfig(Section):
     """Distributed checkpoints."""
 
     every: NonNegativeInt = Field(0, description="steps between checkpoints; 0 = none")
-    keep_last: PositiveInt = 2
+    asynchronous: bool = Field(True, description="write in the background from a copy in host memory; false: training waits")
+    keep_last: PositiveInt = Field(2, description="the newest ones; the very newest complete one always stays")
+    keep_every: NonNegativeInt = Field(0, description="checkpoints of steps that are a multiple of it stay for ever; 0 = none")
+    keep_best: NonNegativeInt = Field(0, description="how many of those with the best value of best_metric stay")
+    best_metric: str | None = Field(None, description="held-out set, NAME of evaluation.sets, evaluated at the checkpoint's step")
+    best_mode: Literal["max", "min"] = Field("max", description="which value of best_metric is best")
+    hf_every: NonNegativeInt = Field(0, description="steps between HF exports of the same weights, CHECKPOINT/hf; 0 = none")
+    save_reference: bool = Field(False, description="write the reference weights too; otherwise they are named by source and checksum")
 
 
 class TelemetryConfig(Section):
@@ -188,15 +204,15 @@ class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
     data: DataConfig
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: Annotated[ParallelConfig, FREE] = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: Annotated[EngineConfig, FREE] = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     update: UpdateConfig = UpdateConfig()
     rewards: RewardsConfig
-    evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
-    watchdog: WatchdogConfig = WatchdogConfig()
+    evaluation: Annotated[EvaluationConfig, FREE] = EvaluationConfig()
+    checkpoint: Annotated[CheckpointConfig, FREE] = CheckpointConfig()
+    telemetry: Annotated[TelemetryConfig, FREE] = TelemetryConfig()
+    watchdog: Annotated[WatchdogConfig, FREE] = WatchdogConfig()

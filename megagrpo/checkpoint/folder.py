@@ -1,0 +1,126 @@
+"""The names in `checkpoints/`, and which checkpoints stay. Pure: the file system and arithmetic only; rank 0 changes things.
+
+step_000010/           complete: it has a manifest, and its name appeared by a rename
+step_000010.partial/   being written, or left by a run that was killed; removed by the next save
+step_000010.bad/       was found damaged by a resume; never read again, never counted, never removed
+latest                 symbolic link to the newest complete one, moved by a rename
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megagrpo.checkpoint.manifest import MANIFEST
+
+LATEST = "latest"
+_COMPLETE = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay; the newest complete one always does."""
+
+    keep_last: int
+    keep_every: int = 0  # steps; every checkpoint of a multiple of it stays; 0: none
+    keep_best: int = 0  # how many of those with the best evaluation stay
+    best_mode: Literal["max", "min"] = "max"
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the place of a complete checkpoint."""
+    return folder / f"step_{step:06d}"
+
+
+def partial_path(folder: Path, step: int) -> Path:
+    """Return the place of a checkpoint that is being written."""
+    return folder / f"step_{step:06d}.partial"
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint's path."""
+    match = _COMPLETE.match(path.name)
+    assert match, path
+    return int(match.group(1))
+
+
+def list_named(folder: Path) -> list[Path]:
+    """Return all folders with a complete checkpoint's name, oldest first, with a manifest or not."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+
+def list_complete(folder: Path) -> list[Path]:
+    """Return the complete checkpoints, oldest first."""
+    return [path for path in list_named(folder) if (path / MANIFEST).is_file()]
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what unfinished saves have left, also those that were replacing an older checkpoint of the same step."""
+    for pattern in ("*.partial", "*.old"):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover)
+
+
+def publish(folder: Path, step: int) -> Path:
+    """Give a finished checkpoint its name and move `latest` to it; every step of this is atomic."""
+    partial, target = partial_path(folder, step), checkpoint_path(folder, step)
+    _sync_folder(partial)
+    if target.exists():
+        target.rename(target.with_name(target.name + ".old"))
+    partial.rename(target)
+    _sync_folder(folder)
+    point_latest(folder)
+    shutil.rmtree(target.with_name(target.name + ".old"), ignore_errors=True)
+    return target
+
+
+def point_latest(folder: Path) -> None:
+    """Let `latest` name the newest complete checkpoint; without any it is removed."""
+    link, complete = folder / LATEST, list_complete(folder)
+    if not complete:
+        link.unlink(missing_ok=True)
+        return
+    temporary = folder / f"{LATEST}.new"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(complete[-1].name)
+    os.replace(temporary, link)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is neither read nor counted again; what it holds stays for a look at it."""
+    target = path.with_name(path.name + ".bad")
+    shutil.rmtree(target, ignore_errors=True)
+    path.rename(target)
+    return target
+
+
+def removable(steps: Sequence[int], scores: Mapping[int, float], retention: Retention) -> list[int]:
+    """Return the steps whose checkpoints go.
+
+    Args:
+        steps: of all complete checkpoints.
+        scores: evaluation metric of the steps that have one.
+        retention: what stays.
+    """
+    ordered = sorted(steps)
+    stays = set(ordered[-max(1, retention.keep_last) :])
+    if retention.keep_every:
+        stays |= {step for step in ordered if step % retention.keep_every == 0}
+    if retention.keep_best:
+        sign = -1.0 if retention.best_mode == "max" else 1.0
+        ranked = sorted((step for step in ordered if step in scores), key=lambda step: (sign * scores[step], -step))
+        stays |= set(ranked[: retention.keep_best])
+    return [step for step in ordered if step not in stays]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

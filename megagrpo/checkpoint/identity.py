@@ -1,0 +1,62 @@
+"""What a checkpoint says about the model, the tokenizer and the reference weights, and how it is compared with a run's own."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megagrpo.checkpoint.manifest import FileRecord, record_file, verify_files
+from megagrpo.models.family import HFConfig
+from megagrpo.parallel.groups import all_gather_metadata
+
+# Fields of config.json that say nothing about the weights or the maths.
+_VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"})
+_WEIGHT_PATTERNS = ("*.safetensors", "*.distcp", ".metadata")
+
+
+def describe_model(hf: HFConfig) -> dict[str, Any]:
+    """Return the fields of config.json that the weights depend on."""
+    return {name: value for name, value in sorted(hf.raw.items()) if name not in _VOLATILE}
+
+
+def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """Return the size and a digest of the vocabulary, and the special tokens: what decides which text a token id is."""
+    vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    digest = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+    special = {"pad": tokenizer.pad_token_id, "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+    return {"tokens": len(vocabulary), "sha256": digest, "special": special}
+
+
+def describe_weights(folder: str | Path) -> dict[str, Any]:
+    """Return the source and the checksums of a model folder's weights. Collective over all ranks, which share the files out."""
+    root = Path(folder)
+    names = sorted(str(path.relative_to(root)) for pattern in _WEIGHT_PATTERNS for path in root.glob(pattern))
+    mine = [record_file(root, name) for name in share_out(names)]
+    records = sorted((record for part in all_gather_metadata(mine) for record in part), key=lambda record: record.name)
+    return {"source": str(folder), "files": [[record.name, record.size, record.crc32] for record in records]}
+
+
+def compare(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Return one line for each field in which a checkpoint and a run differ, both values in it."""
+    json_own = json.loads(json.dumps(own))  # as the checkpoint's went through JSON
+    missing = "(not set)"
+    return [
+        f"{what} {name}: the checkpoint has {saved.get(name, missing)}, this run {json_own.get(name, missing)}"
+        for name in sorted(saved.keys() | json_own.keys())
+        if saved.get(name, missing) != json_own.get(name, missing)
+    ]
+
+
+def verify_weights(saved: Mapping[str, Any], folder: str | Path) -> list[str]:
+    """Return what differs between the weights that a checkpoint names and those in `folder` now. Collective over all ranks."""
+    records = [FileRecord(*record) for record in saved["files"]]
+    found = all_gather_metadata(verify_files(Path(folder), share_out(records)))
+    return [problem for part in found for problem in part]
+
+
+def share_out(items: list) -> list:
+    """Return this rank's part of a list that all ranks hold."""
+    import torch.distributed as dist
+
+    return items[dist.get_rank() :: dist.get_world_size()]

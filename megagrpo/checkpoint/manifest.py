@@ -1,0 +1,104 @@
+"""`manifest.json`: what a checkpoint consists of, written last. A folder without it is no checkpoint. Pure: files and JSON only."""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+_BLOCK_BYTES = 4 * 2**20
+
+
+class ManifestError(Exception):
+    """A manifest that is missing or cannot be read."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    name: str  # relative to the checkpoint
+    size: int  # bytes
+    crc32: str  # of the whole file, eight hexadecimal digits
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a checkpoint."""
+
+    step: int
+    weight_version: int
+    model: Mapping[str, Any]  # see identity.py
+    tokenizer: Mapping[str, Any]
+    layout: Mapping[str, Any]  # of the run that wrote it
+    versions: Mapping[str, str]  # of the packages
+    files: Sequence[FileRecord]
+    reference: Mapping[str, Any] | None = None  # source and checksums of the frozen weights, where the run has some
+    score: float | None = None  # checkpoint.best_metric at this very step, where it was evaluated
+    format_version: int = FORMAT_VERSION
+
+
+def checksum_file(path: Path) -> str:
+    """Return the CRC-32 of a file as eight hexadecimal digits."""
+    value = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
+
+
+def record_file(folder: Path, name: str) -> FileRecord:
+    """Return the record of a file as it is on disk now."""
+    path = folder / name
+    return FileRecord(name, path.stat().st_size, checksum_file(path))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and force it to disk."""
+    path = folder / MANIFEST
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(asdict(manifest), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a manifest of this format version or an older one.
+
+    A manifest of a newer format is returned with what can be read of it; see `Manifest.format_version`.
+
+    Raises:
+        ManifestError: there is none, or it is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        known = {name: values[name] for name in Manifest.__dataclass_fields__ if name in values}
+        known["files"] = tuple(FileRecord(**record) for record in values["files"])
+        return Manifest(**known)
+    except FileNotFoundError:
+        raise ManifestError(f"no {MANIFEST}: the save was not finished") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ManifestError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+
+
+def verify_files(folder: Path, records: Iterable[FileRecord]) -> list[str]:
+    """Return what is wrong with the files, one line each: missing, of another size, of other bytes."""
+    problems = []
+    for record in records:
+        path = folder / record.name
+        try:
+            size = path.stat().st_size
+            if size != record.size:
+                problems.append(f"{record.name}: {size} bytes, the manifest says {record.size}")
+            elif (found := checksum_file(path)) != record.crc32:
+                problems.append(f"{record.name}: checksum {found}, the manifest says {record.crc32}")
+        except FileNotFoundError:
+            problems.append(f"{record.name}: missing")
+        except OSError as error:
+            problems.append(f"{record.name}: not readable: {error}")
+    return problems

@@ -1,0 +1,128 @@
+"""Which checkpoint a run goes on from, and whether it may: the newest one that is whole and belongs to this run.
+
+Damaged checkpoints are named and passed over; one that is whole but of another model, tokenizer, newer format or refused configuration
+stops the run, since going on from an older one would hide the mistake.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megagrpo.checkpoint.identity import compare
+from megagrpo.checkpoint.manager import CheckpointManager
+from megagrpo.checkpoint.manifest import FORMAT_VERSION, Manifest
+from megagrpo.config.changes import find_changes, refused
+from megagrpo.config.schema import Config
+from megagrpo.config.yaml_core import parse_yaml
+from megagrpo.errors import UserError
+from megagrpo.policy.schedule import learning_rate
+
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass
+class Choice:
+    """The checkpoint that a run goes on from."""
+
+    path: Path
+    manifest: Manifest
+    notes: list[str] = field(default_factory=list)  # what the user should know, one line each
+
+
+def choose_checkpoint(manager: CheckpointManager) -> Choice | None:
+    """Return the newest checkpoint whose files are all as its manifest says; damaged newer ones are set aside. Collective over all ranks.
+
+    Raises:
+        UserError: there are checkpoints and none of them is good, or the newest good one is of a newer format.
+    """
+    skipped: list[Path] = []
+    notes: list[str] = []
+    for path in manager.candidates():
+        manifest, problems = manager.examine(path)
+        if manifest is not None and manifest.format_version > FORMAT_VERSION:
+            raise UserError(
+                f"{path}: has checkpoint format {manifest.format_version}, written by megagrpo {manifest.versions.get('megagrpo', '?')}; "
+                f"this one reads up to format {FORMAT_VERSION}"
+            )
+        if manifest is not None and not problems:
+            notes += [f"damaged checkpoint kept as {name}" for name in manager.set_aside(skipped)] if skipped else []
+            return Choice(path, manifest, notes)
+        skipped.append(path)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        notes.append(f"warning: checkpoint {path} is damaged and passed over: {problems[0]}{more}")
+    if skipped:
+        lines = [note.removeprefix("warning: ") for note in notes]
+        raise UserError(
+            "\n".join([*lines, "run.resume: auto: no good checkpoint is left; take run.resume=never and another run.dir to start anew"])
+        )
+    return None
+
+
+def check_identity(choice: Choice, model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another model or tokenizer.
+
+    Raises:
+        UserError: names every field that differs, and both values.
+    """
+    differences = compare("model config", choice.manifest.model, model) + compare("tokenizer", choice.manifest.tokenizer, tokenizer)
+    if differences:
+        raise UserError("\n".join(f"{choice.path}: is of another model or tokenizer: {line}" for line in differences))
+
+
+def check_config(choice: Choice, config: Config, updates: int) -> list[str]:
+    """Compare the configurations field by field; return what to tell the user, one line each.
+
+    Args:
+        choice: the checkpoint.
+        config: of this run.
+        updates: optimizer updates that the checkpoint has behind it.
+
+    Raises:
+        UserError: lists all changes that are neither harmless nor allowed by name.
+    """
+    saved = _saved_config(choice.path)
+    changes = find_changes(saved.model_dump(mode="json") if isinstance(saved, Config) else saved, json.loads(config.model_dump_json()))
+    stopping = refused(changes, config.run.allow_config_changes)
+    if stopping:
+        names = ", ".join(change.place for change in stopping)
+        raise UserError(
+            "\n".join(
+                [
+                    *(f"{choice.path}: {change}" for change in stopping),
+                    f"these change what is learned; go back, or allow them by name: run.allow_config_changes=[{names}]",
+                ]
+            )
+        )
+    notes = [f"changed: {change}{'' if change.is_free else ' (allowed by run.allow_config_changes)'}" for change in changes]
+    if isinstance(saved, Config) and (told := describe_schedule_change(saved, config, updates)):
+        notes.append(told)
+    return notes
+
+
+def total_updates(config: Config) -> int:
+    """Return the optimizer updates of a whole run: what a decaying learning rate is stretched over."""
+    return config.run.steps * config.update.mini_batches_per_step * config.update.epochs_per_step
+
+
+def describe_schedule_change(saved: Config, own: Config, updates: int) -> str | None:
+    """Return one line where the learning rates of the coming updates are others than the saved run's would have been; else None."""
+    spans = total_updates(saved), total_updates(own)
+    for update in range(updates, max(spans)):
+        before = learning_rate(saved.optimizer, update, spans[0])
+        now = learning_rate(own.optimizer, update, spans[1])
+        if before != now:
+            return f"warning: the learning-rate schedule differs from update {update + 1} on: {now:g} instead of {before:g}"
+    return None
+
+
+def _saved_config(path: Path) -> Config | dict[str, Any]:
+    """Return the checkpoint's configuration; as plain values where this version has other fields than the one that wrote it."""
+    values = parse_yaml((path / CONFIG_FILE).read_text(encoding="utf-8"), str(path / CONFIG_FILE))
+    try:
+        return Config.model_validate_json(json.dumps(values))
+    except ValidationError:
+        return values
