@@ -38,6 +38,12 @@ class StopRule:
                 ended[row] = self._completes_string(tokens[row, max(0, lengths[row] - self._tail) : lengths[row]])
         return ended
 
+    def first_end(self, tokens: np.ndarray) -> int | None:
+        """Return how many of a completion's tokens, int64 [L], it has when the first end in it is kept; None without an end in it."""
+        length = len(tokens)
+        ended = self.ends(np.broadcast_to(tokens, (length, length)), np.arange(1, length + 1))
+        return int(ended.argmax()) + 1 if ended.any() else None
+
     def _completes_string(self, tail: np.ndarray) -> bool:
         text = self._tokenizer.decode(tail.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(string in text for string in self._strings)

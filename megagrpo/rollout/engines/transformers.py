@@ -9,12 +9,12 @@ from transformers import AutoTokenizer
 from transformers.modeling_utils import AttentionInterface
 
 from megagrpo.config.schema import EngineConfig
-from megagrpo.errors import UserError
 from megagrpo.rollout.engines.base import Engine, EngineError, EngineHealth, OnGroup
 from megagrpo.rollout.engines.decoding import DecodedRow, Decoder, Request
 from megagrpo.rollout.engines.fused_projections import fuse_query_key_value
 from megagrpo.rollout.engines.hf_model import build_model, end_token_ids, load_from_folder
 from megagrpo.rollout.engines.kv_cache import RolloutCache
+from megagrpo.rollout.engines.request_checks import check_request
 from megagrpo.rollout.engines.stopping import StopRule
 from megagrpo.rollout.engines.weights import InPlaceWeights
 from megagrpo.types import Completion, Prompt, SamplingParams
@@ -79,7 +79,8 @@ class TransformersEngine(Engine):
         self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int], on_group: OnGroup | None = None
     ) -> list[list[Completion]]:
         self._require("serving")
-        self._check(prompts, sampling, completion_indices)
+        config = self._model.config
+        check_request(prompts, sampling, completion_indices, config.vocab_size, config.max_position_embeddings)
         self._aborted = False
         stop_rule = StopRule(self._tokenizer, self._end_token_ids, sampling)
         decoder = Decoder(self._forward, sampling, stop_rule, self._config.max_batch_completions, self._config.max_prefill_tokens)
@@ -163,24 +164,6 @@ class TransformersEngine(Engine):
     def _move(self, device: torch.device | str) -> None:
         self._model.to(device)
         self._weights.bind(self._model)
-
-    def _check(self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int]) -> None:
-        config = self._model.config
-        if sampling.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: {sampling.max_new_tokens} is not at least 1")
-        if len(set(completion_indices)) != len(completion_indices):
-            raise EngineError(f"completion_indices {list(completion_indices)} are not distinct")
-        for prompt in prompts:
-            total = len(prompt.token_ids) + sampling.max_new_tokens
-            if total > config.max_position_embeddings:
-                raise UserError(
-                    f"prompt {prompt.id}: {len(prompt.token_ids)} tokens + {sampling.max_new_tokens} new tokens = {total}, "
-                    f"the model's context is {config.max_position_embeddings}"
-                )
-            if not prompt.token_ids:
-                raise UserError(f"prompt {prompt.id}: has no tokens")
-            if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < config.vocab_size:
-                raise UserError(f"prompt {prompt.id}: token ids must lie in 0 to {config.vocab_size - 1}, the model's vocabulary")
 
     def _forward(self, token_ids, positions, wanted, cache):
         """The model over packed tokens; see decoding.Forward."""

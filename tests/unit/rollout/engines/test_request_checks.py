@@ -1,0 +1,29 @@
+"""Seeds and requests of engines that draw by themselves."""
+
+import itertools
+
+from megagrpo.rollout.engines.request_checks import consecutive_runs, prompt_seed
+from megagrpo.rollout.engines.server_arguments import command_line_arguments
+from megagrpo.types import Prompt, SamplingParams
+
+
+def test_completions_are_asked_for_in_runs_that_keep_their_order():
+    assert consecutive_runs([2, 3, 4, 0, 1, 6], 8) == [range(2, 5), range(0, 2), range(6, 7)]
+    assert consecutive_runs(range(5), 2) == [range(0, 2), range(2, 4), range(4, 5)]
+    assert consecutive_runs([], 2) == []
+
+
+def test_the_seeds_of_completions_differ_between_prompts_steps_and_run_seeds_and_fit_64_bits_with_their_index():
+    seeds = {
+        prompt_seed(SamplingParams(1, seed=seed, step=step), Prompt(prompt, "", (1,)))
+        for seed in range(4) for step in range(20) for prompt in range(50)
+    }  # fmt: skip
+    assert len(seeds) == 4 * 20 * 50
+    ordered = sorted(seeds)
+    assert min(high - low for low, high in itertools.pairwise(ordered)) > 2**20  # far more than completions of a prompt
+    assert ordered[0] >= 0 and ordered[-1] < 2**62
+
+
+def test_options_become_arguments():
+    options = {"block_size": 32, "enforce_eager": True, "absent": None, "off": False, "extra": {"a": 1}, "ids": [1, 2]}
+    assert command_line_arguments(options) == ["--block-size", "32", "--enforce-eager", "--extra", '{"a": 1}', "--ids", "[1, 2]"]
