@@ -26,6 +26,7 @@ setup(
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
         "transformers>=5.16,<5.20",
+        "httpx2>=2",  # the HTTP client of transformers' own hub client
         "psutil>=5.9",  # megatron-core's checkpoint writer needs it and does not say so
         "safetensors>=0.5",
         "numpy>=1.26",
@@ -39,7 +40,7 @@ setup(
         "test": TEST,
         "rewards": REWARDS,
         "report": REPORT,
-        "vllm": ["vllm>=0.20"],
+        "vllm": ["vllm>=0.32"],
         "sglang": ["sglang>=0.5.21"],
         "te": ["transformer-engine[pytorch]>=2.0"],
     },

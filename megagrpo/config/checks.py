@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from megagrpo.config.engine_checks import check_engine
 from megagrpo.config.files import check_files, read_hf_config
 from megagrpo.config.hardware import Hardware, detect_hardware
 from megagrpo.config.messages import field_places
@@ -51,6 +52,7 @@ def check_config(config: Config, world_size: int, hf_config: Mapping[str, Any] |
         *_check_algorithm(config),
         *_check_evaluation(config),
         *_check_checkpoint(config),
+        *check_engine(config, world_size, hf_config or {}),
         *_check_hardware(config, hardware or detect_hardware()),
     ]
 

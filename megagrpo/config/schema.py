@@ -82,11 +82,28 @@ class PrecisionConfig(Section):
 
 
 class EngineConfig(Section):
-    """The rollout engine."""
+    """The rollout engine. From `python` on: of engines in processes of their own only (vllm, sglang)."""
 
     name: str = Field("transformers", description="registered engine")
     max_batch_completions: PositiveInt = Field(256, description="completions decoded at once by one replica")
     max_prefill_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill batch, padding included")
+    python: str | None = Field(None, description="Python of the engine's environment; null: this one, else .engines/NAME of `make engines`")
+    replicas: PositiveInt = Field(1, description="servers that are started; they share the prompts")
+    tensor_parallel: PositiveInt = Field(1, description="tensor parallel size of one replica")
+    addresses: tuple[str, ...] = Field((), description="servers that run already, as http://HOST:PORT: one replica each, none is started")
+    start_timeout_seconds: PositiveFloat = Field(540.0, description="a server that does not serve by then is an error")
+    request_timeout_seconds: PositiveFloat = Field(300.0, description="longest silence of a server that has requests")
+    max_restarts: NonNegativeInt = Field(3, description="times that a dead server is started anew, over the whole run")
+    max_model_len: PositiveInt | None = Field(None, description="context of the server; null: the model's positions")
+    kv_cache_bytes: PositiveInt | None = Field(
+        None, description="key/value cache of a replica; null: 1 GiB on CPUs, the engine's own on GPUs"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="further server arguments: block_size: 32 becomes --block-size 32")
+
+    @property
+    def num_replicas(self) -> int:
+        """Servers of the run."""
+        return len(self.addresses) or self.replicas
 
 
 class RolloutConfig(Section):

@@ -22,7 +22,7 @@ class EngineHealth:
     """What an engine says about itself."""
 
     ready: bool  # generate() would be served now
-    state: str  # "empty", "serving", "updating", "stale", "asleep", "closed"
+    state: str  # "empty", "serving", "updating", "stale", "asleep", "dead" (its process has ended or is silent), "closed"
     weight_version: int | None
     detail: str = ""  # why it is not ready
 
@@ -36,7 +36,8 @@ class Engine(ABC):
     An update that fails or is aborted after it touched the weights leaves such an engine stale: it refuses to generate until a
     whole update is committed. Anything computed from older weights (KV and prefix caches) is dropped in the commit.
 
-    A subclass is registered in ENGINES and called with (model_folder, config, tokenizer=, device=, dtype=, load_weights=).
+    A subclass is registered in ENGINES and called with (model_folder, config, tokenizer=, device=, dtype=, load_weights=); one that lives
+    in a process of its own derives from RemoteEngine (remote.py), whose constructor takes an address and a log file as well.
     """
 
     @property

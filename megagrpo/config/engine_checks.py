@@ -1,0 +1,70 @@
+"""Checks of `engine:`, alone and against the rest of the run."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from megagrpo.config.schema import Config, EngineConfig
+
+EMBEDDED_ENGINES = ("transformers",)  # they live in the ranks
+_EVERY_ENGINE = ("name", "max_batch_completions", "max_prefill_tokens")
+
+
+def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong, one line each."""
+    engine = config.engine
+    if engine.name in EMBEDDED_ENGINES:
+        yield from _check_unused(engine)
+        return
+    yield from _check_replicas(engine, world_size)
+    for field in ("start_timeout_seconds", "request_timeout_seconds"):
+        limit = config.run.collective_timeout_seconds
+        if getattr(engine, field) >= limit:
+            yield f"engine.{field}: {getattr(engine, field):g}: other ranks wait only run.collective_timeout_seconds = {limit}; take less"
+    yield from _check_tensor_parallel(engine, hf_config)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if engine.max_model_len is not None and engine.max_model_len < longest:
+        yield (
+            f"engine.max_model_len: {engine.max_model_len}: data.max_prompt_tokens {config.data.max_prompt_tokens} + "
+            f"rollout.max_new_tokens {config.rollout.max_new_tokens} = {longest}"
+        )
+    positions = hf_config.get("max_position_embeddings")
+    if engine.max_model_len is not None and isinstance(positions, int) and engine.max_model_len > positions:
+        yield f"engine.max_model_len: {engine.max_model_len}: the model has {positions} positions (max_position_embeddings)"
+
+
+def _check_unused(engine: EngineConfig) -> Iterator[str]:
+    default = EngineConfig()
+    for field in EngineConfig.model_fields:
+        if field not in _EVERY_ENGINE and getattr(engine, field) != getattr(default, field):
+            yield f"engine.{field}: {getattr(engine, field)}: engine.name {engine.name} lives in the ranks, it has no server"
+
+
+def _check_replicas(engine: EngineConfig, world_size: int) -> Iterator[str]:
+    if engine.addresses and engine.replicas not in (1, len(engine.addresses)):
+        yield f"engine.replicas: {engine.replicas}: engine.addresses names {len(engine.addresses)}; leave one of them out"
+    if engine.num_replicas > world_size:
+        place = "addresses" if engine.addresses else "replicas"
+        yield f"engine.{place}: {engine.num_replicas} replicas: at most one for each of the {world_size} ranks"
+    for position, address in enumerate(engine.addresses):
+        try:
+            parts = urlsplit(address)
+            good = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port is not None
+        except ValueError:  # a port that is no number
+            good = False
+        if not good:
+            yield f"engine.addresses.{position}: {address}: is not of the form http://HOST:PORT"
+
+
+def _check_tensor_parallel(engine: EngineConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    size = engine.tensor_parallel
+    heads = hf_config.get("num_attention_heads")
+    if not isinstance(heads, int):
+        return
+    groups = hf_config.get("num_key_value_heads") or heads
+    if heads % size or (groups % size and size % groups):
+        works = [tp for tp in range(1, heads + 1) if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0)]
+        yield (
+            f"engine.tensor_parallel: {size}: does not divide the model's {heads} attention heads and {groups} key/value heads; "
+            f"these do: {', '.join(map(str, works))}"
+        )

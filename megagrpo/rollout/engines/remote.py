@@ -1,0 +1,327 @@
+"""Engines that live in a process of their own: one server, reached over HTTP, started as a child or given by its address."""
+
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from megagrpo.config.schema import EngineConfig
+from megagrpo.errors import UserError
+from megagrpo.rollout.engines.base import Engine, EngineError, EngineHealth, OnGroup
+from megagrpo.rollout.engines.completions import Sample, build_completion
+from megagrpo.rollout.engines.hf_model import end_token_ids, load_from_folder
+from megagrpo.rollout.engines.host.manifest import BucketManifest
+from megagrpo.rollout.engines.http_client import Call, EngineClient, EngineUnreachable
+from megagrpo.rollout.engines.owned_server import OwnedServer
+from megagrpo.rollout.engines.python_environment import EnginePackage
+from megagrpo.rollout.engines.remote_weights import Ack, ServerWeights
+from megagrpo.rollout.engines.request_checks import check_request, consecutive_runs
+from megagrpo.rollout.engines.stopping import StopRule
+from megagrpo.rollout.engines.weights import checkpoint_tensors
+from megagrpo.types import Completion, Prompt, SamplingParams
+
+HOST_FOLDER = Path(__file__).parent / "host"
+
+
+class RemoteEngine(Engine):
+    """A server with weights, and this process's view of it.
+
+    One process owns a server: it starts it (unless an address is given), publishes to it and closes it. Others follow: they generate,
+    and go through the calls of an update without sending anything, so that they know what is served; the caller sees to it that a
+    follower generates only after the owner's commit.
+
+    The server is paused while weights are written. Requests that are on their way wait, and go on under the new version, which their
+    completions' `weight_versions` tell token by token; if the update fails, they are ended.
+
+    A server that dies or falls silent makes the engine "dead": it refuses everything until `restart()`.
+
+    Attributes:
+        engine_ranks: processes that hold a part of the model, each of which acknowledges a bucket.
+        transports: ways in which a bucket can reach the engine.
+        is_owner: whether this process publishes to the server.
+    """
+
+    package: ClassVar[EnginePackage]
+    health_path: ClassVar[str] = "/health"
+    transports: tuple[str, ...] = ("shared_memory", "disk")
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        config: EngineConfig,
+        tokenizer: Any = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        load_weights: bool = False,
+        *,
+        address: str | None = None,
+        is_owner: bool = True,
+        log_file: str | Path | None = None,
+    ):
+        """Start a server for `model_folder` (an HF folder) and wait for it, or turn to the one at `address`.
+
+        Args:
+            config: the `engine:` section.
+            tokenizer: the folder's own if None; decodes completions and searches stop strings.
+            device: what the server computes on, as its type says.
+            load_weights: the server reads the folder's weights and serves them as version 0; only where it is started here.
+            address: None: the one in `config.addresses`, or a server is started.
+            log_file: of a server that is started; None: a temporary file.
+
+        Raises:
+            UserError: the engine is not installed, its server does not start or is not there, or the folder can't be read.
+        """
+        self.config, self.is_owner, self.load_weights = config, is_owner, load_weights
+        self.model_folder, self.device, self.dtype = Path(model_folder), torch.device(device), dtype
+        self.engine_ranks = config.tensor_parallel
+        self._hf = load_from_folder(AutoConfig, model_folder)
+        self._tokenizer = tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
+        self.end_token_ids = end_token_ids(model_folder, self._hf, self._tokenizer)
+        self._tensor_shapes = _checkpoint_shapes(self._hf, dtype)
+        self._closed = self._asleep = self._aborted = False
+        self._lost: str | None = None  # why the server can't be reached any more
+        address = address or _only(config.addresses)
+        if address and load_weights:
+            raise UserError(f"engine.addresses: {address}: serves weights of its own; they must be published to it")
+        self._server = None if address else OwnedServer(self, log_file)
+        self.client = EngineClient(address or self._server.address, config.request_timeout_seconds, self._describe_end)
+        if address and not self.client.is_answering(self.health_path):
+            raise UserError(f"engine.addresses: {address}: no {self.package.name} server answers there")
+        self._weights = ServerWeights(self._tensor_shapes, self, is_owner)
+        if load_weights:
+            self._weights.mark_complete(0)
+
+    # ---- what an engine of this kind has to say
+
+    @abstractmethod
+    def server_command(self, python: str, port: int) -> list[str]:
+        """Return the command that starts the server, which listens on 127.0.0.1 alone."""
+
+    @abstractmethod
+    def server_environment(self) -> Mapping[str, str]:
+        """Return what the server's environment has beside this process's."""
+
+    @abstractmethod
+    def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
+        """Return the request for completions `indices` of a prompt."""
+
+    @abstractmethod
+    def abort_calls(self, request_ids: Sequence[str]) -> list[Call]:
+        """Return the requests that end the given ones early."""
+
+    @abstractmethod
+    def read_samples(self, answer: Any) -> list[Sample]:
+        """Return the completions in an answer to `generate_call`, by index."""
+
+    @abstractmethod
+    def pause(self, abort: bool) -> None:
+        """Stop decoding; requests that are on their way wait, or end now if `abort`. Pausing again is no error."""
+
+    @abstractmethod
+    def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
+        """Have every engine rank verify and load a bucket; return the acks by rank. Raises EngineError with what a rank refused."""
+
+    @abstractmethod
+    def commit_and_resume(self, version: int) -> None:
+        """Make what was loaded serve as `version`: drop all that was computed from older weights, then decode on."""
+
+    @abstractmethod
+    def parameter_shapes(self) -> list[dict[str, torch.Size]]:
+        """Return the shapes of every engine rank's own parameters: the tensors of layout `sharded`."""
+
+    @abstractmethod
+    def set_asleep(self, asleep: bool) -> None:
+        """Give the accelerator's memory back, or take it again; the weights survive."""
+
+    # ---- the contract
+
+    @property
+    def address(self) -> str:
+        """HTTP address of the server."""
+        return self.client.address
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, if it was started here."""
+        return self._server.pid if self._server else None
+
+    @property
+    def context_tokens(self) -> int:
+        """Largest number of tokens of a prompt with its completion."""
+        return self.config.max_model_len or self._hf.max_position_embeddings
+
+    @property
+    def weight_version(self) -> int | None:
+        return None if self._state() == "dead" else self._weights.version
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int], on_group: OnGroup | None = None
+    ) -> list[list[Completion]]:
+        self._require("serving")
+        check_request(prompts, sampling, completion_indices, self._hf.vocab_size, self.context_tokens)
+        self._aborted = False
+        stop_rule = StopRule(self._tokenizer, self.end_token_ids, sampling)
+        runs = consecutive_runs(completion_indices, self.config.max_batch_completions)
+        requests = [(position, run, uuid.uuid4().hex) for position in range(len(prompts)) for run in runs]
+        unsent = Sample([], [], "abort", ((0, self._weights.version or 0),))
+        groups: list[dict[int, Completion]] = [{} for _ in prompts]
+
+        def on_answer(number: int, answer: Any) -> None:
+            position, run, _ = requests[number]
+            samples = [unsent] * len(run) if answer is None else self.read_samples(answer)
+            if len(samples) != len(run):
+                raise EngineError(
+                    f"{self.address}: prompt {prompts[position].id}: {len(samples)} completions came, {len(run)} were asked for"
+                )
+            for index, sample in zip(run, samples, strict=True):
+                groups[position][index] = build_completion(prompts[position], index, sample, stop_rule, self._tokenizer)
+            if on_group is not None and len(groups[position]) == len(completion_indices):
+                on_group(position, [groups[position][index] for index in completion_indices])
+
+        with self._noting_loss():
+            self.client.call_all(
+                [self.generate_call(request_id, prompts[position], sampling, run) for position, run, request_id in requests],
+                on_answer,
+                # Twice what the server decodes at once: it is never short of requests, and an abort has few to end.
+                max_pending=max(1, 2 * self.config.max_batch_completions // max((len(run) for run in runs), default=1)),
+                is_aborted=lambda: self._aborted,
+                abort_calls=self.abort_calls([request_id for *_, request_id in requests]),
+            )
+        return [[group[index] for index in completion_indices] for group in groups]
+
+    def begin_update(self, version: int) -> None:
+        self._require("empty", "serving", "updating", "stale")
+        self._weights.begin(version)
+
+    def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._require("empty", "serving", "updating", "stale")
+        with self._noting_loss():
+            self._weights.load(named_tensors)
+
+    def receive(self, manifest: BucketManifest) -> list[Ack]:
+        """Have the server take one bucket of the open update, and return what its ranks acknowledge. The owner's call.
+
+        The first one pauses the server.
+
+        Raises:
+            EngineError: no update to the manifest's version is open; a tensor is unknown, repeated, misshapen, not finite, or not what its
+                checksum says (it is named); an acknowledgement is missing or differs.
+        """
+        self._require("empty", "serving", "updating", "stale")
+        with self._noting_loss():
+            return self._weights.receive(manifest)
+
+    def commit_update(self, version: int) -> None:
+        self._require("empty", "serving", "updating", "stale")
+        self._weights.check_complete(version)
+        if self.is_owner:
+            with self._noting_loss():
+                self.commit_and_resume(version)
+        self._weights.mark_complete(version)
+
+    def abort_update(self) -> None:
+        was_open = self._weights.updating
+        self._weights.abort()
+        if was_open and self.is_owner and self._state() == "stale":
+            with self._noting_loss():
+                self.pause(abort=True)  # nothing that is on its way may go on under half an update
+
+    def sleep(self) -> None:
+        self._require("empty", "serving", "stale", "asleep")
+        if self.is_owner and not self._asleep:
+            with self._noting_loss():
+                self.set_asleep(True)
+        self._asleep = True
+
+    def wake(self) -> None:
+        self._require("asleep")
+        if self.is_owner:
+            with self._noting_loss():
+                self.set_asleep(False)
+        self._asleep = False
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    def health(self) -> EngineHealth:
+        state = self._state()
+        reasons = {"empty": "no weights were committed yet", "stale": "an update failed half-way", "updating": "an update is open"}
+        detail = (self._lost or self._describe_end() or "") if state == "dead" else reasons.get(state, "")
+        return EngineHealth(state == "serving", state, None if state == "dead" else self._weights.version, detail)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.client.close()
+        if self._server is not None:
+            self._server.stop()
+
+    def restart(self) -> None:
+        """Start a dead server anew, at its old address; it is empty then, and serves nothing until a whole update is committed.
+
+        A follower only takes note of it.
+
+        Raises:
+            EngineError: the engine is closed, its server was not started here, or it died more than `engine.max_restarts` times.
+            UserError: it does not start.
+        """
+        if self._closed:
+            raise EngineError("the rollout engine is closed")
+        if self.is_owner:
+            if self._server is None:
+                raise EngineError(f"{self.address} was not started here, so it can't be started anew")
+            self._server.restart()
+        self._weights = ServerWeights(self._tensor_shapes, self, self.is_owner)
+        self._asleep, self._lost = False, None
+
+    # ---- details
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Take a server that can't be reached for dead, whether or not its process is."""
+        try:
+            yield
+        except EngineUnreachable as error:
+            self._lost = str(error)
+            raise
+
+    def _describe_end(self) -> str | None:
+        return self._server.describe_end() if self._server else None
+
+    def _state(self) -> str:
+        if self._closed:
+            return "closed"
+        if self._lost or self._describe_end():
+            return "dead"
+        if self._asleep:
+            return "asleep"
+        if self._weights.updating:
+            return "updating"
+        if self._weights.stale:
+            return "stale"
+        return "empty" if self._weights.version is None else "serving"
+
+    def _require(self, *states: str) -> None:
+        if (state := self._state()) not in states:
+            detail = self.health().detail
+            raise EngineError(f"the rollout engine is {state}" + (f": {detail}" if detail else ""))
+
+
+def _only(addresses: Sequence[str]) -> str | None:
+    if len(addresses) > 1:
+        raise UserError(f"engine.addresses: names {len(addresses)} servers, one engine is one of them")
+    return addresses[0] if addresses else None
+
+
+def _checkpoint_shapes(hf: Any, dtype: torch.dtype) -> dict[str, torch.Size]:
+    """Return the shapes of a model's tensors under their checkpoint names; no memory is taken for them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf, dtype=dtype)
+    model.tie_weights()
+    return {name: tensor.shape for name, tensor in checkpoint_tensors(model).items()}

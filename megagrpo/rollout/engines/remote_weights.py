@@ -1,0 +1,109 @@
+"""The weights of a server: its transaction, and the buckets that go to it."""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from megagrpo.rollout.engines.base import EngineError
+from megagrpo.rollout.engines.bucket_file import bucket_file, fill_buckets
+from megagrpo.rollout.engines.host.manifest import BucketManifest, build_ack
+from megagrpo.rollout.engines.transaction import WeightTransaction
+
+Ack = dict[str, Any]
+"""What an engine rank says of a bucket: {"rank", "version", "tensors": {name: checksum}, "bytes"}."""
+
+_LOAD_BUCKET_BYTES = 64 * 2**20  # of `load`, which takes tensors one by one; a publisher that makes manifests has its own
+
+
+class BucketSink(Protocol):
+    """The server that the buckets go to."""
+
+    engine_ranks: int
+
+    def pause(self, abort: bool) -> None:
+        """Stop decoding; requests that are on their way wait, or end now if `abort`. Pausing again is no error."""
+
+    def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
+        """Have every engine rank verify and load a bucket; return all acks. Raises EngineError with what a rank refused."""
+
+    def parameter_shapes(self) -> list[dict[str, torch.Size]]:
+        """Return the shapes of every engine rank's own parameters: the tensors of layout `sharded`."""
+
+
+class ServerWeights(WeightTransaction):
+    """The transaction of a server's owner, or of a follower, which goes through the same steps and sends nothing."""
+
+    def __init__(self, full_shapes: Mapping[str, torch.Size], server: BucketSink, is_owner: bool):
+        """`full_shapes`: the HF checkpoint's tensors."""
+        super().__init__(full_shapes)
+        self._full_shapes = full_shapes
+        self._sharded_shapes: dict[Hashable, torch.Size] | None = None
+        self._server, self._is_owner = server, is_owner
+        self._layout: str | None = None  # of the open transaction's buckets
+
+    def begin(self, version: int) -> None:
+        """Open a transaction; its first bucket says in which layout."""
+        super().begin(version)
+        self._layout = None
+
+    def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take full tensors under their HF names; see Engine.load."""
+        self.require_open()
+        self._choose_layout("full")
+        for bucket in fill_buckets(self._checked(named_tensors), _LOAD_BUCKET_BYTES):
+            if self._is_owner:
+                assert self.opened is not None
+                with bucket_file(self.opened, bucket) as manifest:
+                    self.receive(manifest)
+                continue
+            self.mark_overwritten()
+            for name, tensor in bucket:
+                self.check(name, tensor.shape)
+                self.mark_loaded(name)
+
+    def receive(self, manifest: BucketManifest) -> list[Ack]:
+        """Send one bucket; see RemoteEngine.receive."""
+        self.require_open(manifest.version)
+        self._choose_layout(manifest.layout)
+        keys = list(self._keys(manifest))
+        for key, shape in keys:
+            self.check(key, shape)
+        self._server.pause(abort=False)
+        self.mark_overwritten()
+        acks = self._server.send_bucket(manifest)
+        expected = [build_ack(manifest, rank) for rank in range(self._server.engine_ranks)]
+        if acks != expected:
+            raise EngineError(f"weight version {manifest.version}: the engine acknowledges {acks}, sent was {expected}")
+        for key, _ in keys:
+            self.mark_loaded(key)
+        return acks
+
+    def abort(self) -> None:
+        """Close the transaction without a commit. A follower can't know how far the owner came, so it is stale from then on."""
+        if self.updating and not self._is_owner:
+            self.mark_overwritten()
+        super().abort()
+
+    def _keys(self, manifest: BucketManifest) -> Iterator[tuple[Hashable, tuple[int, ...]]]:
+        for entry in manifest.tensors:
+            if manifest.layout == "full":
+                yield entry.name, entry.shape
+            else:
+                ranks = range(self._server.engine_ranks) if entry.rank is None else [entry.rank]
+                yield from (((entry.name, rank), entry.shape) for rank in ranks)
+
+    def _choose_layout(self, layout: str) -> None:
+        if self._layout not in (None, layout):
+            raise EngineError(f"weights: a bucket of layout {layout} came in an update of layout {self._layout}")
+        if self._layout is None and layout == "sharded" and self._sharded_shapes is None:
+            per_rank = self._server.parameter_shapes()
+            self._sharded_shapes = {(name, rank): shape for rank, shapes in enumerate(per_rank) for name, shape in shapes.items()}
+        self._layout = layout
+        self.shapes = self._full_shapes if layout == "full" else self._sharded_shapes or {}
+
+    def _checked(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass tensors on; one that the model has not, or in another shape, is refused before it is copied anywhere."""
+        for name, tensor in named_tensors:
+            self.check(name, tensor.shape)
+            yield name, tensor

@@ -1,0 +1,71 @@
+"""What `engine:` may say, alone and beside the rest of the run."""
+
+import json
+
+import pytest
+
+from megagrpo.config.engine_checks import check_engine
+from megagrpo.config.load import load_config
+
+MODEL = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+
+
+@pytest.fixture
+def problems_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n")
+    return lambda world_size, *overrides: list(check_engine(load_config(path, list(overrides)), world_size, MODEL))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "expected"),
+    [
+        (1, ["engine.replicas=2"], "engine.replicas: 2: engine.name transformers lives in the ranks, it has no server"),
+        (2, ["engine.name=vllm", "engine.replicas=3"], "engine.replicas: 3 replicas: at most one for each of the 2 ranks"),
+        (1, ["engine.name=vllm", "engine.addresses=[node1:8000]"], "engine.addresses.0: node1:8000: is not of the form http://HOST:PORT"),
+        (1, ["engine.name=vllm", "engine.addresses=['http://a:x']"], "engine.addresses.0: http://a:x: is not of the form http://HOST:PORT"),
+        (
+            2,
+            ["engine.name=vllm", "engine.replicas=3", "engine.addresses=['http://a:1','http://b:1']"],
+            "engine.replicas: 3: engine.addresses names 2; leave one of them out",
+        ),
+        (
+            1,
+            ["engine.name=vllm", "engine.tensor_parallel=4"],
+            "engine.tensor_parallel: 4: does not divide the model's 6 attention heads and 2 key/value heads; these do: 1, 2, 6",
+        ),
+        (
+            1,
+            ["engine.name=vllm", "engine.max_model_len=700"],
+            "engine.max_model_len: 700: data.max_prompt_tokens 512 + rollout.max_new_tokens 256 = 768",
+        ),
+        (
+            1,
+            ["engine.name=vllm", "engine.max_model_len=2048"],
+            "engine.max_model_len: 2048: the model has 1024 positions (max_position_embeddings)",
+        ),
+        (
+            1,
+            ["engine.name=vllm", "engine.start_timeout_seconds=600"],
+            "engine.start_timeout_seconds: 600: other ranks wait only run.collective_timeout_seconds = 600; take less",
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_what_is_allowed(problems_of, world_size, overrides, expected):
+    assert problems_of(world_size, *overrides) == [expected]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["engine.name=vllm", "engine.replicas=2", "engine.tensor_parallel=2", "engine.max_model_len=768"],
+        ["engine.name=vllm", "engine.addresses=['http://10.0.0.1:8000','https://[::1]:80']", "engine.options={block_size: 32}"],
+    ],
+)
+def test_what_can_run_is_left_alone(problems_of, overrides):
+    assert problems_of(2, *overrides) == []
