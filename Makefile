@@ -1,6 +1,8 @@
 # Everything runs in .venv, which the first target that needs it creates.
 #   make quickstart   install, run GRPO on a tiny model (TP2, then PP2), say where the results are
-#   make test         install what the tests need, run them all
+#   make test         install what the tests need, run them all but those of engine servers
+#   make engines      install the rollout engines that are servers, each into an environment of its own under .engines
+#   make test-engines run the tests that start such servers
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +10,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= docker/constraints-cpu.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: install quickstart smollm2 gsm8k engines-sglang test test-fast test-faults lint clean
+.PHONY: install quickstart smollm2 gsm8k engines engines-vllm engines-sglang test test-fast test-engines test-faults lint clean
 
 install: $(VENV)/.installed
 
@@ -52,11 +54,26 @@ gsm8k: $(VENV)/.installed-rewards
 	$(BIN)/python examples/smollm2_arithmetic/prepare.py models/smollm2-135m
 	$(BIN)/megagrpo run examples/gsm8k/gsm8k.yaml --nproc 2
 
+# Each rollout engine that is a server has a Python environment of its own, which engine.python finds under .engines.
+engines: engines-vllm engines-sglang
+
+engines-vllm: .engines/vllm/.installed
+
+.engines/vllm/.installed: docker/engine-vllm.txt
+	$(PYTHON) -m venv .engines/vllm
+	@echo "installing vLLM into .engines/vllm (3.5 GB) ..."
+	@.engines/vllm/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@.engines/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-engines: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m engines
+
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
 test-fast: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not distributed and not end_to_end"
+	$(BIN)/python -m pytest -m "not distributed and not end_to_end and not engines"
 
 # Breaks tiny runs at many points and shows what each fault came to: make test-faults [JSON=FILE]
 test-faults: $(VENV)/.installed-test
@@ -68,4 +85,4 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info runs
+	rm -rf $(VENV) .engines build *.egg-info runs

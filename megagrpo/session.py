@@ -27,7 +27,7 @@ from megagrpo.policy.microbatches import PackingRules
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.update import PolicyUpdater
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.engines import ENGINES
+from megagrpo.rollout.engines.replicas import build_rollout_engine
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenizer
@@ -109,9 +109,7 @@ def build_session(config: Config, device: torch.device) -> Session:
     )
     builder = MicroBatchBuilder(device, rules, pad_token_id, use_te, layout.cp, groups.cp_rank)
     updater = PolicyUpdater(config, actor, reference, algorithm, groups, layout, builder, rules)
-    engine = ENGINES.get(config.engine.name)(
-        hf_folder, config.engine, tokenizer=tokenizer, device=device, dtype=precision.params_dtype, load_weights=False
-    )
+    engine = build_rollout_engine(config, groups, hf_folder, tokenizer, device, precision.params_dtype)
     generator = RolloutGenerator(engine, rewards, groups)
     sampler = PromptSampler(source, config.run.seed)
     return Session(

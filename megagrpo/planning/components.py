@@ -10,6 +10,7 @@ from megagrpo.registry import suggestion
 from megagrpo.rewards.build import is_custom
 from megagrpo.rewards.reward import REWARDS
 from megagrpo.rollout.engines import ENGINES
+from megagrpo.rollout.engines.python_environment import PACKAGES, find_python
 
 
 def verify_components(config: Config) -> None:
@@ -23,8 +24,10 @@ def verify_components(config: Config) -> None:
     problems = check_algorithm_config(config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens)
     try:
         ENGINES.get(config.engine.name)
+        if config.engine.name in PACKAGES and not config.engine.addresses:
+            find_python(config.engine.python, PACKAGES[config.engine.name])
     except UserError as error:
-        problems.append(f"engine.name: {error}")
+        problems.append(str(error) if str(error).startswith("engine.") else f"engine.name: {error}")
     for position, reward in enumerate(config.rewards.functions):
         problems.extend(_check_reward(f"rewards.functions.{position}", reward))
     if problems:

@@ -1,27 +1,46 @@
 """Fixtures of the engine contract: an engine of every registered kind, and the weights it is given."""
 
-import importlib.util
-
 import pytest
 import torch
 
+from megagrpo.config.engine_checks import EMBEDDED_ENGINES
 from megagrpo.config.schema import EngineConfig
 from megagrpo.rollout.engines import ENGINES
 from megagrpo.types import Prompt
 
-ENGINE_PACKAGES = {"transformers": "transformers"}
 PROMPTS = ["1+2=", "hello there, you", "a", "xyz 1234"]
 
 
-@pytest.fixture(params=ENGINES.names())
-def build_engine(request, tiny_hf_folder):
-    """A function (family, config, **options) -> an engine, closed after the test."""
-    if importlib.util.find_spec(ENGINE_PACKAGES[request.param]) is None:
-        pytest.skip(f"{ENGINE_PACKAGES[request.param]} is not installed")
+# A server costs half a minute to start: those engines are marked, and all tests share one server, each with a client of its own.
+SERVER_MARKS = (pytest.mark.engines, pytest.mark.timeout(900))
+ENGINE_NAMES = [pytest.param(name, marks=() if name in EMBEDDED_ENGINES else SERVER_MARKS) for name in ENGINES.names()]
+
+
+@pytest.fixture(scope="session")
+def server_address(tiny_hf_folder):
+    """A function (engine name) -> address of its server for the tiny Qwen3 with tied embeddings, started at the first call."""
+    started = {}
+
+    def address(name):
+        if name not in started:
+            started[name] = ENGINES.get(name)(tiny_hf_folder("qwen3", tie_word_embeddings=True), EngineConfig(name=name))
+        return started[name].address
+
+    yield address
+    for engine in started.values():
+        engine.close()
+
+
+@pytest.fixture(params=ENGINE_NAMES)
+def build_engine(request, tiny_hf_folder, server_address):
+    """A function (config, **options) -> an engine for the tiny Qwen3, closed after the test."""
     built = []
 
-    def build_engine(family="qwen3", config=None, **options):
-        built.append(ENGINES.get(request.param)(tiny_hf_folder(family), config or EngineConfig(), **options))
+    def build_engine(config=None, **options):
+        config = (config or EngineConfig()).model_copy(update={"name": request.param})
+        if request.param not in EMBEDDED_ENGINES:
+            config = config.model_copy(update={"addresses": (server_address(request.param),)})
+        built.append(ENGINES.get(request.param)(tiny_hf_folder("qwen3", tie_word_embeddings=True), config, **options))
         return built[-1]
 
     yield build_engine
@@ -36,13 +55,13 @@ def prompts(character_tokenizer):
 
 @pytest.fixture
 def model(tiny_model):
-    return tiny_model()
+    return tiny_model(tie_word_embeddings=True)  # the harder case: an engine may compute the logits with a copy of the embedding
 
 
 @pytest.fixture
 def other_model(tiny_model):
     """A model of the same shape with other weights."""
-    model = tiny_model()
+    model = tiny_model(tie_word_embeddings=True)
     with torch.no_grad():
         for _, parameter in model.named_parameters():
             parameter.mul_(0.8)

@@ -3,6 +3,13 @@
 from megagrpo.rollout.engines.base import ENGINES, Engine
 
 
+@ENGINES.register("vllm")
+def _vllm(*args, **options) -> Engine:
+    from megagrpo.rollout.engines.vllm import VllmEngine
+
+    return VllmEngine(*args, **options)
+
+
 @ENGINES.register("transformers")
 def _transformers(*args, **options) -> Engine:
     from megagrpo.rollout.engines.transformers import TransformersEngine

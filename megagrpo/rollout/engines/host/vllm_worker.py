@@ -1,0 +1,98 @@
+"""What of ours runs in vLLM's workers: taking weights from buckets. vLLM adds `WeightReceiver`'s methods to its worker class.
+
+Weights are copied into the live parameters, a bucket at a time: nothing is staged, nothing is held twice.
+"""
+
+import zlib
+from typing import Any
+
+import torch
+from manifest import BucketManifest, ManifestError, build_ack, open_tensors
+from vllm.platforms import current_platform
+
+if current_platform.is_cpu():
+    import vllm_cpu
+
+    vllm_cpu.apply_fixes()
+
+
+class WeightReceiver:
+    """Methods of a vLLM worker, called on all of them through its `collective_rpc`.
+
+    A mistake of the sender's is answered, not raised: what a worker raises ends the whole server. Every answer is a JSON object, either
+    {"error": text} or what the method says.
+    """
+
+    def receive_bucket(self, manifest_json: str) -> dict[str, Any]:
+        """Verify a whole bucket, then load it; the acknowledgement of `manifest.build_ack`."""
+        try:
+            manifest = BucketManifest.from_json(manifest_json)
+            tensors = list(open_tensors(manifest, self.rank))  # all are verified before the first is loaded
+            if manifest.layout == "full":
+                self._note_loaded(manifest.version, self._model().load_weights(tensors))
+            else:
+                self._note_loaded(manifest.version, self._write_slices(tensors))
+            return build_ack(manifest, self.rank)
+        except Exception as error:
+            return _describe(error)
+
+    def commit_weights(self, version: str) -> dict[str, Any]:
+        """Check that every parameter got its weights, and renew what is computed from them: {"rank", "version"}."""
+        try:
+            of_version, loaded = self._update_in_progress()
+            parameters = {name for name, _ in self._model().named_parameters()}
+            if of_version != int(version) or (missing := sorted(parameters - loaded)):
+                lacks = f"{len(missing)} parameters got no weights: {', '.join(missing[:5])}" if of_version == int(version) else "none came"
+                raise ManifestError(f"weight version {version}: {lacks}")
+            if current_platform.is_cpu():
+                vllm_cpu.pack_weights(self._model())
+            self._weight_update = None
+            return {"rank": self.rank, "version": int(version)}
+        except Exception as error:
+            return _describe(error)
+
+    def describe_parameters(self) -> dict[str, Any]:
+        """Return this worker's parameters: {"rank", "parameters": {name: {"dtype", "shape"}}}; tied ones once."""
+        parameters = {
+            name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+            for name, tensor in self._model().named_parameters()
+        }
+        return {"rank": self.rank, "parameters": parameters}
+
+    def checksum_parameters(self) -> dict[str, Any]:
+        """Return the CRC-32 of this worker's parameters: {"rank", "checksums": {name: eight hexadecimal digits}}."""
+        checksums = {}
+        for name, tensor in self._model().named_parameters():
+            plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            checksums[name] = f"{zlib.crc32(plain.numpy()):08x}"
+        return {"rank": self.rank, "checksums": checksums}
+
+    def _model(self) -> torch.nn.Module:
+        return self.model_runner.get_model()
+
+    def _update_in_progress(self) -> tuple[int | None, set[str]]:
+        return getattr(self, "_weight_update", None) or (None, set())
+
+    def _note_loaded(self, version: int, names: Any) -> None:
+        of_version, loaded = self._update_in_progress()
+        self._weight_update = (version, (loaded if of_version == version else set()) | set(names))
+
+    @torch.no_grad()
+    def _write_slices(self, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
+        """Copy tensors that are this worker's own slices into its parameters."""
+        parameters = dict(self._model().named_parameters())
+        for name, tensor in tensors:
+            if name not in parameters:
+                raise ManifestError(f"weight {name!r}: engine rank {self.rank} has no such parameter")
+            if parameters[name].shape != tensor.shape:
+                raise ManifestError(
+                    f"weight {name!r}: shape {tuple(tensor.shape)}, that of engine rank {self.rank} is {tuple(parameters[name].shape)}"
+                )
+        for name, tensor in tensors:
+            parameters[name].copy_(tensor)
+        return {name for name, _ in tensors}
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    text = " ".join(str(error).split())
+    return {"error": text if isinstance(error, ManifestError) else f"{type(error).__name__}: {text}"}

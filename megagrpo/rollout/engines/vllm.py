@@ -1,0 +1,139 @@
+"""Engine `vllm`: vLLM's API server with our weight receiver in its workers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megagrpo.device.launch import thread_environment
+from megagrpo.rollout.engines.base import EngineError
+from megagrpo.rollout.engines.completions import Sample
+from megagrpo.rollout.engines.host.manifest import BucketManifest
+from megagrpo.rollout.engines.http_client import Call
+from megagrpo.rollout.engines.python_environment import PACKAGES
+from megagrpo.rollout.engines.remote import HOST_FOLDER, RemoteEngine
+from megagrpo.rollout.engines.remote_weights import Ack
+from megagrpo.rollout.engines.request_checks import prompt_seed
+from megagrpo.rollout.engines.server_arguments import command_line_arguments
+from megagrpo.types import Prompt, SamplingParams
+
+_REQUEST_PREFIX = "generate-tokens-"  # the server's own, before the request ids of its generate route
+_CPU_KV_CACHE_BYTES = 2**30
+_CPU_BLOCK_TOKENS = 32  # vLLM's smallest on a CPU: prompts are shared in whole blocks, and its default is 128
+
+
+class VllmEngine(RemoteEngine):
+    """A vLLM server: token ids in; token ids, log-probs at the sampling temperature and weight versions out.
+
+    The samples of a prompt come from one request. vLLM gives sample i of a request the seed s + i and draws from a generator of its own
+    for each, so a completion is a function of (seed, step, prompt, index, weights) as far as its logits do not depend on the batch.
+    """
+
+    package = PACKAGES["vllm"]
+
+    def server_command(self, python: str, port: int) -> list[str]:
+        arguments: dict[str, Any] = {
+            "model": str(self.model_folder),
+            "served_model_name": "policy",
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.context_tokens,
+            "max_num_seqs": self.config.max_batch_completions,
+            # A batch must hold one token of each sequence.
+            "max_num_batched_tokens": max(self.config.max_prefill_tokens, self.config.max_batch_completions),
+            "tensor_parallel_size": self.config.tensor_parallel,
+            "worker_extension_cls": "vllm_worker.WeightReceiver",
+            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, not of the raw logits
+            "generation_config": "vllm",  # the folder's own sampling defaults would change what is sampled
+            "load_format": "auto" if self.load_weights else "dummy",
+            "enable_scale_out": True,  # the route that takes and returns token ids
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "seed": 0,  # unused: every request brings its own
+        }
+        if self.device.type == "cpu":
+            arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_TOKENS}
+            arguments |= {"kv_cache_memory_bytes": self.config.kv_cache_bytes or _CPU_KV_CACHE_BYTES}
+        else:
+            arguments |= {"enable_sleep_mode": True}
+            arguments |= {"kv_cache_memory_bytes": self.config.kv_cache_bytes} if self.config.kv_cache_bytes else {}
+        return [python, str(HOST_FOLDER / "vllm_server.py"), *command_line_arguments(arguments | self.config.options)]
+
+    def server_environment(self) -> Mapping[str, str]:
+        environment = {
+            "VLLM_SERVER_DEV_MODE": "1",  # opens the routes that pause, reset caches and call workers
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": "",
+        }
+        if self.device.type == "cpu":
+            environment |= thread_environment(self.config.tensor_parallel * self.config.num_replicas)
+            environment |= {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its own binding leaves a core out and can't know of the trainer's ranks
+                "TORCHDYNAMO_DISABLE": "1",  # the first request with log-probs would compile for seconds
+            }
+        return environment
+
+    def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
+        fields = {
+            "n": len(indices),
+            "seed": prompt_seed(sampling, prompt) + indices.start,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "logprobs": 0,
+            "ignore_eos": True,  # the end tokens are all in stop_token_ids
+            "stop_token_ids": sorted(self.end_token_ids | set(sampling.stop_token_ids)),
+            "detokenize": False,
+        }
+        return "/inference/v1/generate", {"request_id": request_id, "token_ids": list(prompt.token_ids), "sampling_params": fields}
+
+    def abort_calls(self, request_ids: Sequence[str]) -> list[Call]:
+        return [("/abort_requests", {"request_ids": [_REQUEST_PREFIX + request_id for request_id in request_ids]})]
+
+    def read_samples(self, answer: Any) -> list[Sample]:
+        return [
+            Sample(
+                token_ids=choice["token_ids"],
+                logprobs=[token["logprob"] for token in choice["logprobs"]["content"]],
+                finish_reason=choice["finish_reason"],
+                weight_versions=tuple((span["start"], int(span["version"])) for span in choice["weight_versions"] or ()),
+            )
+            for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
+        ]
+
+    def pause(self, abort: bool) -> None:
+        self.client.call(f"/pause?mode={'abort' if abort else 'keep'}")
+
+    def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
+        return self._call_workers("receive_bucket", manifest.to_json())
+
+    def commit_and_resume(self, version: int) -> None:
+        acks = self._call_workers("commit_weights", str(version))
+        if any(ack["version"] != version for ack in acks) or len(acks) != self.engine_ranks:
+            raise EngineError(f"weight version {version}: the engine's ranks committed {acks}")
+        # The running requests' own keys and values go too: they are computed anew under the new weights.
+        if not self.client.call("/reset_prefix_cache?reset_running_requests=true")["success"]:
+            raise EngineError(f"weight version {version}: the engine kept keys and values of older weights")
+        self.client.call("/update_weight_version", {"new_version": str(version)})
+        self.client.call("/resume")
+
+    def parameter_shapes(self) -> list[dict[str, torch.Size]]:
+        return [
+            {name: torch.Size(parameter["shape"]) for name, parameter in answer["parameters"].items()}
+            for answer in self._call_workers("describe_parameters")
+        ]
+
+    def set_asleep(self, asleep: bool) -> None:
+        if self.device.type != "cpu":  # on a CPU there is nothing to give back
+            self.client.call("/sleep?level=1" if asleep else "/wake_up")
+
+    def _call_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
+        """Call a method of the weight receiver on every worker; the answers by engine rank."""
+        answers = self.client.call("/collective_rpc", {"method": method, "args": list(arguments)})["results"]
+        if refused := [answer["error"] for answer in answers if "error" in answer]:
+            raise EngineError(refused[0])
+        return sorted(answers, key=lambda answer: answer["rank"])
