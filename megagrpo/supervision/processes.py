@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,12 +59,19 @@ def _is_alive(process: psutil.Process | None) -> bool:
 
 
 def dump_stacks(folder: Path, rank: int) -> Path:
-    """Write the Python stacks of all threads of this process to `folder/rank_0001.txt` and return the path."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the Python stacks of all threads of this process to `folder/rank_0001.txt` and return the path.
+
+    Storage may be what the process waits for: where it can't be written to, the stacks go to standard error.
+    """
     path = folder / f"rank_{rank:04d}.txt"
-    with path.open("a", encoding="utf-8") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.write("\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.write("\n")
+    except OSError as error:
+        print(f"rank {rank}: {path}: {error}; its stacks:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
     return path
 
 

@@ -123,7 +123,7 @@ class Supervisor:
 
     def _tell(self, failure: Failure, echo: bool) -> int:
         if failure.kind != "user":
-            append_failure(self.run_dir / "errors", failure)
+            self._keep(failure)
         board = self._board
         if board is None:
             print(failure.describe(), file=sys.stderr, flush=True)
@@ -138,6 +138,12 @@ class Supervisor:
         assert first is not None
         _note_for_launcher(f"left because rank {first.rank} failed")
         return exit_codes.USER_ERROR if failure.kind == first.kind == "user" else exit_codes.PEER_FAILED
+
+    def _keep(self, failure: Failure) -> None:
+        try:
+            append_failure(self.run_dir / "errors", failure)
+        except OSError as error:  # the storage may be the cause: what is told must not be lost with it
+            print(f"rank {self.rank}: {self.run_dir / 'errors'}: {error}; {failure.describe()}", file=sys.stderr, flush=True)
 
     def _wait_for_cause(self, board: Board) -> None:
         """Give the rank that met the cause the time to say so, or to be found dead."""
@@ -204,7 +210,7 @@ class Supervisor:
             message = "its process is gone without a word: killed from outside, out of memory, or a crash in native code"
             failure = Failure(rank, phase, step, message, kind="died")
             if board.claim(failure):
-                append_failure(self.run_dir / "errors", failure)
+                self._keep(failure)
                 self._print(failure)
 
     def _look_for_stalls(self, board: Board) -> None:
@@ -234,7 +240,7 @@ class Supervisor:
         leave_now(exit_codes.PEER_FAILED)
 
     def _tell_stall(self, failure: Failure, silent: list[int]) -> None:
-        append_failure(self.run_dir / "errors", failure)
+        self._keep(failure)
         lines = [failure.describe(), f"Python stacks of the ranks: {self.run_dir / 'stacks'}"]
         if silent:
             lines.append(f"without an answer (frozen, or its host is lost): rank {', '.join(map(str, silent))}")

@@ -10,6 +10,7 @@ from rich.status import Status
 from rich.text import Text
 
 from megagrpo.telemetry import names
+from megagrpo.telemetry.patient_file import PatientFile
 
 
 class Progress:
@@ -24,7 +25,7 @@ class Progress:
     def __init__(self, run_dir: Path, num_steps: int, file: TextIO | None = None):
         run_dir.mkdir(parents=True, exist_ok=True)
         self._num_steps = num_steps
-        self._log = (run_dir / "log.txt").open("a", encoding="utf-8")
+        self._log = PatientFile(run_dir / "log.txt")
         self._console = Console(file=file, highlight=False, soft_wrap=True)
         self._status: Status | None = None
         self._step = 0
@@ -54,9 +55,9 @@ class Progress:
         self._write(format_step(step, self._num_steps, metrics))
 
     def close(self) -> None:
-        """Take the live display down and close the log."""
+        """Take the live display down and write what the log still has to."""
         self._clear()
-        self._log.close()
+        self._log.flush()
 
     def _clear(self) -> None:
         if self._status is not None:
@@ -64,8 +65,8 @@ class Progress:
             self._status = None
 
     def _write(self, text: str) -> None:
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        self._log.flush()
+        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
+        self._log.flush()  # where that fails the line waits; it has been printed, and the storage is reported by the writers
 
 
 def format_step(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:

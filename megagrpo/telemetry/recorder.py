@@ -1,6 +1,7 @@
 """Everything that rank 0 writes about a run, behind one door."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from megagrpo.config.schema import TelemetryConfig
@@ -18,7 +19,18 @@ class Recorder:
         """`last_step`: the step that the run resumed after; rows of later steps are dropped. None for a new run."""
         self._run_dir, self._config = run_dir, config
         self._progress = Progress(run_dir, num_steps)
-        self._writers = open_writers(["jsonl", *(["tensorboard"] if config.tensorboard else [])], run_dir, last_step)
+        self._open(last_step)
+        self._failing: set[str] = set()  # what could not be written the last time
+
+    def _open(self, last_step: int | None) -> None:
+        names = ["jsonl", *(["tensorboard"] if self._config.tensorboard else [])]
+        self._writers = dict(zip(names, open_writers(names, self._run_dir, last_step), strict=True))
+
+    def rewind(self, last_step: int) -> None:
+        """Drop the rows after `last_step`: the run goes on from there again."""
+        for name, writer in self._writers.items():
+            self._patiently(name, writer.close)
+        self._open(last_step)
 
     def note(self, text: str) -> None:
         """Print and log one line that belongs to no step."""
@@ -29,19 +41,31 @@ class Recorder:
         self._progress.phase(name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step's metrics everywhere."""
-        for writer in self._writers:
-            writer.write(step, metrics)
+        """Record one step's metrics everywhere. Storage that fails is reported and tried again with the next step; the run goes on."""
+        for name, writer in self._writers.items():
+            self._patiently(name, partial(writer.write, step, metrics))
         self._progress.step(step, metrics)
 
     def completions(self, step: int, samples: Sequence[tuple[Prompt, Completion, Reward]]) -> None:
         """Keep a few of the step's completions."""
-        write_completions(self._run_dir, step, samples, self._config.completions_count)
+        self._patiently("completions", lambda: write_completions(self._run_dir, step, samples, self._config.completions_count))
+
+    def _patiently(self, what: str, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if what not in self._failing:
+                self.note(f"warning: {what} can't be written now: {error}; the run goes on and tries again")
+            self._failing.add(what)
+            return
+        if what in self._failing:
+            self._failing.discard(what)
+            self.note(f"{what} can be written again")
 
     def finish(self, wall_seconds: float, peak_rss_bytes: Sequence[int]) -> None:
         """Write `summary.json`, say where the results are, close everything."""
-        for writer in self._writers:
-            writer.close()
+        for name, writer in self._writers.items():
+            self._patiently(name, writer.close)
         rows = read_rows(self._run_dir / "metrics.jsonl")
         path = save_summary(self._run_dir, build_summary(rows, wall_seconds=wall_seconds, peak_rss_bytes=peak_rss_bytes))
         self.note(f"done: results in {self._run_dir}, summary in {path}")

@@ -3,22 +3,29 @@
 import json
 import math
 import os
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from megagrpo.registry import Registry
+from megagrpo.telemetry.patient_file import PatientFile
 
 
 class Writer(Protocol):
-    """The contract. A writer is constructed with (run_dir, last_step).
+    """The contract. A writer is constructed with (run_dir, last_step), and raises an OSError where it can't write now.
 
     run_dir: the run's folder; it exists. last_step: the step that the run resumed after, None for a new run: rows of later steps
     (all rows, for a new run) that are still in the folder must not be seen again, so that no step is recorded twice.
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one step; what is written must survive a crash of the process right after."""
+        """Record the metrics of one step; what is written must survive a crash of the process right after.
+
+        Raises:
+            OSError: it could not be written now; it is with the next call that can, as far as the writer is able to keep it.
+        """
 
     def close(self) -> None:
         """Flush and let go."""
@@ -40,37 +47,60 @@ class JsonlWriter:
     def __init__(self, run_dir: Path, last_step: int | None = None):
         self.path = run_dir / "metrics.jsonl"
         truncate_rows(self.path, last_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = PatientFile(self.path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append and flush one row."""
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **row}) + "\n")
-        self._file.flush()
+        self._file.write(f"{json.dumps({'step': step, **row})}\n".encode())
+        _flush(self._file)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write what waits."""
+        _flush(self._file)
 
 
 @WRITERS.register("tensorboard")
 class TensorboardWriter:
-    """`tensorboard/`: one scalar per metric. Steps after the resumed one are purged from what TensorBoard shows."""
+    """`tensorboard/`: one scalar per metric. Steps after the resumed one are purged from what TensorBoard shows.
+
+    Events are written here and now: the thread that torch's SummaryWriter writes in dies of the first error of the storage, and the next
+    flush then waits for it for ever.
+    """
 
     def __init__(self, run_dir: Path, last_step: int | None = None):
-        from torch.utils.tensorboard import SummaryWriter  # seconds of import, paid only where it is wanted
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # imported only where it is wanted
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=0 if last_step is None else last_step + 1)
+        folder = run_dir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = PatientFile(folder / f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}")
+        self._events, self._event = RecordWriter(self._file), Event
+        first_step = 0 if last_step is None else last_step + 1
+        self._add(Event(step=first_step, file_version="brain.Event:2"))
+        self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the scalars and flush."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        """Add the scalars."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(self._event(step=step, summary=Summary(value=values)))
+        _flush(self._file)
 
     def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
+        """Write what waits."""
+        _flush(self._file)
+
+    def _add(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._events.write(event.SerializeToString())
+
+
+def _flush(file: PatientFile) -> None:
+    if not file.flush():
+        assert file.error is not None
+        raise file.error
 
 
 def open_writers(names: list[str], run_dir: Path, last_step: int | None) -> list[Writer]:

@@ -25,6 +25,7 @@ CONFIG = [
     "evaluation.sets.0.limit=4",
     "evaluation.sets.1.limit=4",
     "checkpoint.every=1",
+    "checkpoint.asynchronous=false",  # with saves in the background a fault costs the step that was being saved too
     "telemetry.tensorboard=false",
     "telemetry.completions_every=0",
     "watchdog.floor_seconds=5",

@@ -34,7 +34,7 @@ FUNCTIONS = {
     "commit_weights": "megagrpo.rollout.engines.transformers:TransformersEngine.commit_update",
     "build": "megagrpo.trainer:build_session",
     "groups": "megagrpo.session:build_groups",
-    "load_checkpoint": "megagrpo.checkpoint.manager:CheckpointManager.load",
+    "load_checkpoint": "megagrpo.checkpoint.run_checkpoints:load_shards",
     "write_row": "megagrpo.telemetry.writers:JsonlWriter.write",
     "export": "megagrpo.trainer:write_hf_folder",
 }

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")
@@ -76,6 +77,8 @@ def fork_rank(launch: dict, rank: int) -> int:
         inject.install(launch["faults"], Path(launch["log"]), Path(launch["run_dir"]))
         code = megagrpo.train.main(launch["arguments"])
         sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
