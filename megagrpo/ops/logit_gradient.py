@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megagrpo.ops.fused_passes import is_fused, tile_gradient_
 from megagrpo.ops.logit_tiles import LogitStash, LogitTiles, view
 from megagrpo.ops.matmul import accumulate
 from megagrpo.ops.row_statistics import LN2
@@ -56,6 +57,11 @@ class LogitGradient:
             self.reference, self.divergence_slope = reference, -LN2 * grad
             self.reference_log2_normaliser = reference_log2_normaliser.unsqueeze(1)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether `compute_` takes the fused pass, which needs no scratch."""
+        return self.reference is None and is_fused(self.tiles.device)
+
     def _per_row(self, grad: Tensor) -> Tensor:
         return grad.to(self.dtype).unsqueeze(1) * self._factor
 
@@ -64,19 +70,22 @@ class LogitGradient:
 
         Args:
             x: [R, C].
-            scratch: [R, C], needed with a slope.
+            scratch: [R, C], needed with a slope where the pass is not fused.
             reference: [R, C] base-2 logits of the reference, needed with `self.reference`; lost.
             rows: which rows.
             columns: which local columns.
         """
-        x.sub_(self.log2_normaliser[rows])
-        factor = self.constant[rows]
-        if self.slope is not None:
-            factor = torch.addcmul(factor, self.slope[rows], x, out=scratch)
-        if reference is not None:
-            reference.sub_(self.reference_log2_normaliser[rows]).sub_(x)
-            factor = torch.addcmul(factor, self.divergence_slope[rows], reference, out=reference)
-        x.exp2_().mul_(factor)
+        if self.is_fused:
+            tile_gradient_(x, self.log2_normaliser[rows], self.constant[rows], None if self.slope is None else self.slope[rows])
+        else:
+            x.sub_(self.log2_normaliser[rows])
+            factor = self.constant[rows]
+            if self.slope is not None:
+                factor = torch.addcmul(factor, self.slope[rows], x, out=scratch)
+            if reference is not None:
+                reference.sub_(self.reference_log2_normaliser[rows]).sub_(x)
+                factor = torch.addcmul(factor, self.divergence_slope[rows], reference, out=reference)
+            x.exp2_().mul_(factor)
         if self.targets is not None:
             inside, position = self.shard.locate(self.targets[rows], columns)
             x.scatter_add_(1, position, self.at_target[rows] * inside.unsqueeze(1))
@@ -100,7 +109,8 @@ def backpropagate(
     """
     tiles = gradient.tiles
     logits = tiles.scratch() if stash is None else None
-    scratch = None if gradient.slope is None else tiles.scratch()
+    needs_scratch = gradient.slope is not None and not gradient.is_fused
+    scratch = tiles.scratch() if needs_scratch else None
     recomputes_reference = gradient.reference is not None and reference_stash is None
     reference_logits = tiles.scratch() if recomputes_reference else None
     for columns, weight in tiles.columns():

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megagrpo.ops.fused_passes import is_fused
 from megagrpo.ops.matmul import as_operand, multiply_transposed, statistics_dtype
 from megagrpo.ops.row_statistics import LOG2E, RowStatistics
 from megagrpo.ops.tiling import choose_tiling
@@ -107,7 +108,7 @@ def compute_row_statistics(tiles: LogitTiles, targets: Tensor, with_entropy: boo
     """
     statistics = RowStatistics(tiles.num_rows, tiles.dtype, tiles.device, with_entropy)
     scratch = tiles.scratch()
-    exponentials = torch.empty_like(scratch) if with_entropy else scratch
+    exponentials = torch.empty_like(scratch) if with_entropy and not is_fused(tiles.device) else scratch
     for columns, weight in tiles.columns():
         for rows in tiles.rows():
             x = tiles.tile(scratch, stash, rows, columns)

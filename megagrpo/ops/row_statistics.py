@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from megagrpo.ops.fused_passes import is_fused, tile_statistics
 from megagrpo.ops.vocab_shard import VocabShard
 
 LN2 = math.log(2.0)
@@ -48,11 +49,24 @@ class RowStatistics:
             centred: [R, C] scratch, may be `x` itself, which is then lost.
             exponential: [R, C] scratch; may be `centred` where no moment is kept.
         """
+        if is_fused(x.device):
+            self._update_fused(rows, x)
+            return
         self.recentre(rows, x, centred)
         torch.exp2(centred, out=exponential)
         self.total[rows].add_(exponential.sum(dim=1))
         if self.moment is not None:
             self.moment[rows].add_(centred.mul_(exponential).sum(dim=1))
+
+    def _update_fused(self, rows: slice, x: Tensor) -> None:
+        maximum = self.maximum[rows]
+        raised, total, moment = tile_statistics(x, maximum, self.moment is not None)
+        shift = maximum - raised
+        maximum.copy_(raised)
+        self._rescale(rows, shift)
+        self.total[rows].add_(total)
+        if self.moment is not None:
+            self.moment[rows].add_(moment)
 
     def recentre(self, rows: slice, x: Tensor, centred: Tensor) -> tuple[Tensor, Tensor]:
         """Raises the running maximum to the tile's x [R, C] and writes centred = x - maximum.
