@@ -4,7 +4,7 @@ prompts -> rollout -> rewards -> advantages -> update -> publish -> evaluate -> 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,15 +21,17 @@ from megagrpo.models.hf_files import write_hf_folder
 from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag, destroy_groups
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update import UpdateResult
-from megagrpo.rollout.dynamic_sampling import SamplingCounts
 from megagrpo.rollout.metrics import compute_rollout_metrics
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.session import Session, build_session
 from megagrpo.supervision.signals import StopRequested
+from megagrpo.supervision.spikes import RollBack
 from megagrpo.supervision.supervisor import Supervisor
+from megagrpo.supervision.update_gate import UpdateGate
 from megagrpo.telemetry import names
 from megagrpo.telemetry.recorder import Recorder
 from megagrpo.telemetry.timers import PhaseTimers
+from megagrpo.types import Prompt
 
 
 def run_training(config: Config, device: torch.device, supervisor: Supervisor | None = None) -> None:
@@ -62,20 +64,30 @@ class Trainer:
         self.state = TrainerState()
         self.timers = PhaseTimers(on_enter=[supervisor.enter], on_leave=[supervisor.leave])
         self.recorder: Recorder | None = None
-        self._gap_checked = False
+        self.gate = UpdateGate(self.config, self._note)
         self._is_step_untouched = True  # no update of the running step has been applied
+        self._prompts: Sequence[Prompt] = ()  # of the running step
 
     def run(self) -> None:
         """Train all steps that are left, then export and sum up; where a signal asks for it, save and stop before that."""
         try:
-            self._train()
+            self._start()
+            while self.state.step < self.config.run.steps:
+                self._stop_if_asked()
+                try:
+                    self._step()
+                except RollBack as cause:
+                    self._roll_back(cause)
+            with self.timers.phase("finish"):
+                self._finish()
         except StopRequested:
             self._save_and_stop()
 
-    def _train(self) -> None:
+    def _start(self) -> None:
         with self.timers.phase("resume"):
             restored = self.checkpoints.resume()
         self.state = restored or self.state
+        self.gate.spikes.load_state(self.state.spikes)
         resumed = restored.step if restored else None
         self.started -= self.state.wall_seconds  # the wall clock of a run goes on over its resumes
         is_main = self.session.groups.rank == 0
@@ -90,30 +102,29 @@ class Trainer:
         if resumed is None:
             self._record(0, self._evaluate())
         self.timers.take()  # what came before the loop belongs to no step
-        while self.state.step < self.config.run.steps:
-            self._stop_if_asked()
-            self._step()
-        with self.timers.phase("finish"):
-            self._finish()
 
     def _step(self) -> None:
         step = self.state.step + 1
         self.supervisor.step = step
+        self.gate.start_step(step)
         step_started = time.perf_counter()
         cpu_started = time.process_time()
         with self.timers.phase("rollout"):
             rollouts, counts = self.session.pipeline.collect(step)
+        self._prompts = rollouts.prompts
+        metrics = compute_rollout_metrics(rollouts, counts, self.state.weight_version)
         self._stop_if_asked()
         self._is_step_untouched = True
         with self.timers.phase("update"):
-            result = self._update(rollouts)
+            result = self._update(rollouts) if self.gate.accepts_rewards(metrics.get(names.REWARD)) else UpdateResult({})
         with self.timers.phase("publish"):
             self.state.weight_version += 1
             self.session.publisher.publish(self.state.weight_version)
         self.state.step = step
         self.state.wall_seconds = self._wall_seconds()
+        self.state.spikes = self.gate.spikes.state()
         self.checkpoints.capture(self.state)
-        metrics = self._step_metrics(rollouts, counts, result)
+        metrics |= self._update_metrics(result)
         metrics[names.STEP_SECONDS] = time.perf_counter() - step_started
         metrics[names.STEP_CPU_SECONDS] = sum(all_gather_metadata(time.process_time() - cpu_started))
         metrics |= self.timers.take()
@@ -132,16 +143,11 @@ class Trainer:
             rollouts,
             learning_rate=lambda k: learning_rate(self.config.optimizer, self.state.updates + k, total_updates),
             before_apply=self._before_apply,
+            accepts=self.gate.accepts,
             weight_version=self.state.weight_version,
         )
         self.state.updates += len(result.applied)
-        for applied in result.applied:
-            self.state.nonfinite_in_a_row = 0 if applied.applied else self.state.nonfinite_in_a_row + 1
-            if self.state.nonfinite_in_a_row >= self.config.run.max_nonfinite_steps:
-                raise UserError(
-                    f"step {self.state.step + 1}: {self.state.nonfinite_in_a_row} updates in a row had a loss or gradient that is not "
-                    "finite (run.max_nonfinite_steps); the weights are those before them"
-                )
+        self.state.nonfinite_in_a_row = self.gate.count_nonfinite(self.state.nonfinite_in_a_row, result.applied)
         return result
 
     def _before_apply(self, metrics: Mapping[str, float]) -> None:
@@ -149,7 +155,7 @@ class Trainer:
         if self._is_step_untouched:
             self._stop_if_asked()
             self._is_step_untouched = False
-        self._gate(metrics)
+        self.gate.before_apply(metrics)
 
     def _stop_if_asked(self) -> None:
         """Stop where any rank was asked to. Collective over all ranks."""
@@ -169,21 +175,35 @@ class Trainer:
                 f"{'' if self.config.run.resume == 'auto' else 'with run.resume=auto '}goes on from there"
             )
 
-    def _gate(self, metrics: Mapping[str, float]) -> None:
-        """Stop (or warn) before the first update where engine and actor disagree: the engine samples from other weights or maths."""
-        if self._gap_checked:
-            return
-        self._gap_checked = True
-        limit = self.config.rollout.max_logprob_gap
-        gap = metrics.get("rollout_gap_max", metrics.get("actor_rollout_gap_max", 0.0))
-        if limit is None or gap <= limit:
-            return
-        step = self.state.step + 1
-        message = f"step {step}: engine and actor log-probs differ by up to {gap:.3e}, rollout.max_logprob_gap is {limit:.3e}"
-        if self.config.rollout.logprob_gap_action == "stop":
-            raise UserError(f"{message}; nothing was updated")
+    def _roll_back(self, cause: RollBack) -> None:
+        """Go on from the newest checkpoint with the prompts that come next; those of the offending step are logged and never drawn again.
+
+        Collective over all ranks.
+        """
+        number, version, position = self.state.roll_backs + 1, self.state.weight_version, self.session.sampler.state()
         if self.recorder:
-            self.recorder.note(f"warning: {message}")
+            self.recorder.roll_back(self.supervisor.step, str(cause), self._prompts)
+        if number > self.config.spikes.max_roll_backs:
+            raise UserError(f"{cause}; {number - 1} roll-backs were made already (spikes.max_roll_backs)")
+        with self.timers.phase("resume"):
+            restored = self.checkpoints.roll_back()
+        if restored is None:
+            raise UserError(f"{cause}; there is no checkpoint to roll back to yet")
+        self.state = restored
+        self.state.roll_backs, self.state.weight_version = number, version + 1  # a version names one set of weights, for ever
+        self.gate.spikes.load_state(self.state.spikes)
+        self.session.sampler.load_state(position)
+        self.checkpoints.capture(self.state)
+        with self.timers.phase("publish"):
+            self.session.publisher.publish(self.state.weight_version)
+        self.timers.take()
+        if self.recorder:
+            self.recorder.rewind(self.state.step)
+            self.recorder.note(f"warning: {cause}; rolled back to step {self.state.step}, on with the next prompts (roll-back {number})")
+
+    def _note(self, text: str) -> None:
+        if self.recorder:
+            self.recorder.note(text)
 
     def _evaluate(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -208,13 +228,13 @@ class Trainer:
 
     # ---- numbers
 
-    def _step_metrics(self, rollouts: StepRollouts, counts: SamplingCounts, result: UpdateResult) -> dict[str, float]:
-        metrics = compute_rollout_metrics(rollouts, counts, self.state.weight_version - 1)
-        metrics["update/trained_tokens"] = result.trained_tokens
-        metrics[names.SKIPPED_UPDATES] = sum(not applied.applied for applied in result.applied)
+    def _update_metrics(self, result: UpdateResult) -> dict[str, float]:
+        metrics: dict[str, float] = {"update/trained_tokens": result.trained_tokens}
+        metrics[names.SKIPPED_UPDATES] = sum(not applied.is_finite for applied in result.applied)
         if result.applied:
             metrics[names.GRAD_NORM] = result.applied[-1].grad_norm
             metrics["optimizer/lr"] = self.session.actor.optimizer.param_groups[0]["lr"]
+        metrics |= self.gate.metrics()
         renamed = {"loss": names.LOSS, "rollout_gap_max": names.LOGPROB_GAP}
         return metrics | {renamed.get(name, f"policy/{name}"): value for name, value in result.metrics.items()}
 

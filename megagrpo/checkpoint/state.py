@@ -22,6 +22,8 @@ class TrainerState:
     nonfinite_in_a_row: int = 0
     algorithm: dict[str, float] = field(default_factory=dict)
     wall_seconds: float = 0.0  # of all runs so far
+    spikes: dict[str, list[float]] = field(default_factory=dict)  # what the running medians are over
+    roll_backs: int = 0  # made so far
 
     def to_json(self) -> str:
         """Return it as JSON."""

@@ -51,6 +51,7 @@ def check_config(config: Config, world_size: int, hf_config: Mapping[str, Any] |
         *_check_sampling(config, hf_config or {}),
         *_check_algorithm(config),
         *_check_evaluation(config),
+        *_check_spikes(config),
         *_check_checkpoint(config),
         *check_engine(config, world_size, hf_config or {}),
         *_check_hardware(config, hardware or detect_hardware()),
@@ -193,6 +194,14 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
     for name in config.run.allow_config_changes:
         if name not in places:
             yield f"run.allow_config_changes: {name}: no section or field; written as section or section.field"
+
+
+def _check_spikes(config: Config) -> Iterator[str]:
+    spikes = config.spikes
+    if spikes.action == "roll_back" and config.checkpoint.every == 0:
+        yield "spikes.action: roll_back: needs checkpoints to go back to; set checkpoint.every"
+    if spikes.action != "warn" and spikes.loss_factor is spikes.grad_norm_factor is spikes.reward_fraction is None:
+        yield f"spikes.action: {spikes.action}: nothing is judged; set loss_factor, grad_norm_factor or reward_fraction"
 
 
 def _check_hardware(config: Config, hardware: Hardware) -> Iterator[str]:

@@ -215,6 +215,25 @@ class WatchdogConfig(Section):
     limit_seconds: PositiveFloat = Field(7200.0, description="... at most this, which is also the budget of a phase's first run")
 
 
+class SpikesConfig(Section):
+    """Updates and steps that leave the run's own track, judged against the running median of the last `window` of their kind."""
+
+    loss_factor: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="an update whose |loss| is over this many times the median, and over 1, is a spike; null: not judged"
+    )
+    grad_norm_factor: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="an update whose gradient norm is over this many times the median is a spike; null: not judged"
+    )
+    reward_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="a step whose mean reward is under this fraction of a positive median has collapsed; null: not judged"
+    )
+    window: Annotated[int, Field(ge=2)] = Field(32, description="values of a median; nothing is judged before half of them are there")
+    action: Literal["warn", "skip", "roll_back"] = Field(
+        "warn", description="skip: the update is not applied; roll_back: on from the newest checkpoint, with the prompts that come next"
+    )
+    max_roll_backs: PositiveInt = Field(3, description="one more ends the run")
+
+
 class Config(Section):
     """A run, fully described."""
 
@@ -233,3 +252,4 @@ class Config(Section):
     checkpoint: Annotated[CheckpointConfig, FREE] = CheckpointConfig()
     telemetry: Annotated[TelemetryConfig, FREE] = TelemetryConfig()
     watchdog: Annotated[WatchdogConfig, FREE] = WatchdogConfig()
+    spikes: Annotated[SpikesConfig, FREE] = SpikesConfig()

@@ -1,7 +1,7 @@
 """The model that is trained: forward, backward, and optimizer updates that are skipped on all ranks alike when not finite."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,13 @@ from megagrpo.policy.forward import LossFunction, compute_logprobs, run_schedule
 class AppliedUpdate:
     """What became of one optimizer update."""
 
-    grad_norm: float  # global 2-norm before clipping; not finite where the update was skipped
+    grad_norm: float  # global 2-norm before clipping
     applied: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Say whether the gradient was finite; an update whose gradient was not is never applied."""
+        return math.isfinite(self.grad_norm)
 
 
 class Actor:
@@ -92,10 +97,14 @@ class Actor:
         self.optimizer.zero_grad()
         return run_schedule(self.model, self.chunks, batches, loss, forward_only=False)
 
-    def apply_gradients(self, lr: float) -> AppliedUpdate:
+    def apply_gradients(self, lr: float, accepts: Callable[[float], bool] | None = None) -> AppliedUpdate:
         """Clip and step; a gradient that is not finite skips the update. The norm is global, so all ranks decide alike.
 
         Collective over all ranks.
+
+        Args:
+            lr: learning rate of this update.
+            accepts: asked with the norm before clipping, where it is finite; False skips the update.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -104,6 +113,8 @@ class Actor:
             grad_norm = float(self.optimizer.get_grad_norm())
             if found_inf or not math.isfinite(grad_norm):
                 return AppliedUpdate(grad_norm if not found_inf else math.inf, applied=False)
+            if accepts is not None and not accepts(grad_norm):
+                return AppliedUpdate(grad_norm, applied=False)
             if self.clip_grad > 0:
                 for chained in self.optimizer.chained_optimizers:
                     if parameters := chained.get_parameters():

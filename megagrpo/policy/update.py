@@ -82,6 +82,7 @@ class PolicyUpdater:
         rollouts: StepRollouts,
         learning_rate: Callable[[int], float],
         before_apply: BeforeApply | None = None,
+        accepts: Callable[[float], bool] | None = None,
         weight_version: int = 0,
     ) -> UpdateResult:
         """Train on one step's groups. Collective over all ranks.
@@ -91,6 +92,7 @@ class PolicyUpdater:
             weight_version: of the actor now: what the age of a completion is counted from.
             learning_rate: of the k-th update of this step.
             before_apply: called with an update's metrics before it is applied; may raise to stop the run with the weights untouched.
+            accepts: called with the gradient norm of an update after `before_apply`; False skips the update. All ranks must answer alike.
         """
         if not rollouts.records:
             return UpdateResult({})  # dynamic sampling found no group with a signal: nothing to learn in this step
@@ -125,7 +127,7 @@ class PolicyUpdater:
                 metrics = self._all_gather_metrics(self.actor.forward_backward(mini_batch.batches, loss))
                 if before_apply is not None:
                     before_apply(finalize_metrics(merge_metrics([mismatch, metrics])))
-                applied.append(self.actor.apply_gradients(learning_rate(len(applied))))
+                applied.append(self.actor.apply_gradients(learning_rate(len(applied)), accepts))
                 collected.append(metrics)
                 trained_tokens += sum(lengths[key] for key in mini_batch.keys)
         self.actor.gather_parameters()

@@ -1,11 +1,13 @@
 """Everything that rank 0 writes about a run, behind one door."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from megagrpo.config.schema import TelemetryConfig
 from megagrpo.telemetry.completions import write_completions
+from megagrpo.telemetry.patient_file import PatientFile
 from megagrpo.telemetry.progress import Progress
 from megagrpo.telemetry.summary import build_summary, save_summary
 from megagrpo.telemetry.writers import open_writers, read_rows
@@ -39,6 +41,14 @@ class Recorder:
     def phase(self, name: str) -> None:
         """Show which phase runs now."""
         self._progress.phase(name)
+
+    def roll_back(self, step: int, cause: str, prompts: Sequence[Prompt]) -> None:
+        """Add a line to `roll_backs.jsonl`: the step that was given up, why, and its prompts."""
+        line = {"step": step, "cause": cause, "prompts": [{"id": prompt.id, "text": prompt.text} for prompt in prompts]}
+        file = PatientFile(self._run_dir / "roll_backs.jsonl")
+        file.write(f"{json.dumps(line, ensure_ascii=False)}\n".encode())
+        if not file.flush():
+            self.note(f"warning: {file.path}: {file.error}: {line}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step's metrics everywhere. Storage that fails is reported and tried again with the next step; the run goes on."""
