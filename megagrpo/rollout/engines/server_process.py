@@ -1,8 +1,10 @@
 """A server that is a child of this process: started, watched, ended, and never left behind."""
 
 import contextlib
+import itertools
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ from megagrpo.errors import UserError
 # The last line of a traceback, whatever a logger puts before it.
 _CAUSE = re.compile(r"^(?:\([^)]*\)\s*)?(?:.*\]\s)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
 _PORT_TAKEN = "address already in use"
+_CAUSE_CHARACTERS = 400
 _POLL_SECONDS = 0.25
 _LOG_TAIL_BYTES = 64 * 2**10
 
@@ -32,16 +35,19 @@ class ServerProcess:
         Args:
             command: the command line for a port.
             environment: of the child, on top of this process's.
-            log_file: appended to.
+            log_file: appended to, the command first.
             port: None takes a free one.
         """
         self.port = port or free_port()
         self.log_file = log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        self._log_start = log_file.stat().st_size if log_file.is_file() else 0
+        words = list(command(self.port))
         with open(log_file, "ab") as log:
+            log.write(f"{shlex.join(words)}\n".encode())
+            log.flush()
+            self._log_start = log.tell()  # what stands before is not this server's
             self._process = subprocess.Popen(
-                list(command(self.port)),
+                words,
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -85,9 +91,12 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """Return the last error in the log (its last line where there is none) and where the log is, as one line."""
-        lines = [line.strip() for line in self._log_tail().splitlines() if line.strip()]
-        causes = [match[1] for line in lines if (match := _CAUSE.match(line))]
-        said = (causes or lines or ["it wrote nothing"])[-1]
+        lines = [line.rstrip() for line in self._log_tail().splitlines() if line.strip()]
+        places = [number for number, line in enumerate(lines) if _CAUSE.match(line)]
+        said = lines[-1].strip() if lines else "it wrote nothing"
+        if places and (cause := _CAUSE.match(lines[places[-1]])):
+            details = itertools.takewhile(lambda line: line[0].isspace(), lines[places[-1] + 1 :])  # pydantic's first line only counts
+            said = " ".join([cause[1], *(line.strip() for line in details)])[:_CAUSE_CHARACTERS]
         return f"{said} (log: {self.log_file})"
 
     def describe_end(self) -> str:

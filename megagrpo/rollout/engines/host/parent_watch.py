@@ -5,18 +5,29 @@ ended, by whatever signal.
 """
 
 import os
-import signal
+import subprocess
 import sys
 import threading
-import time
 
 _GRACE_SECONDS = 5.0
+# A process outside of the group does it: a server that ends at the first signal could not send its children the second.
+_END_GROUP = """
+import os, signal, sys, time
+group, grace = int(sys.argv[1]), float(sys.argv[2])
+try:
+    os.killpg(group, signal.SIGTERM)
+    time.sleep(grace)
+    os.killpg(group, signal.SIGKILL)
+except ProcessLookupError:  # all have ended
+    pass
+"""
 
 
 def watch_parent() -> None:
     """Watch from a thread of its own; on the parent's end the whole process group is asked to end, then killed.
 
-    The server must lead a process group of its own, or the parent's would be hit.
+    Raises:
+        RuntimeError: the server does not lead a process group of its own: the parent's would be hit.
     """
     if os.getpgrp() != os.getpid():
         raise RuntimeError("the server must lead its own process group")
@@ -26,6 +37,4 @@ def watch_parent() -> None:
 def _end_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
-    os.killpg(0, signal.SIGTERM)
-    time.sleep(_GRACE_SECONDS)
-    os.killpg(0, signal.SIGKILL)
+    subprocess.Popen([sys.executable, "-c", _END_GROUP, str(os.getpgrp()), str(_GRACE_SECONDS)], start_new_session=True)

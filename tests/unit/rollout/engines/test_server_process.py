@@ -25,7 +25,9 @@ import http.server, os, subprocess, sys
 sys.path.insert(0, {str(HOST_FOLDER)!r})
 from parent_watch import watch_parent
 watch_parent()
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+ignore_the_first_signal = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", ignore_the_first_signal], stdout=subprocess.PIPE)
+child.stdout.readline()
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -64,6 +66,15 @@ def test_a_server_that_ends_while_it_starts_is_told_with_its_last_error(tmp_path
     with pytest.raises(UserError, match=r"ended with code 3 while it started: .*ValueError: no such model \(log: .*server.log\)") as raised:
         server.wait_ready(lambda: False, 60)
     assert "\n" not in str(raised.value) and "Worker" not in str(raised.value)
+
+
+def test_an_error_is_told_with_the_lines_that_belong_to_it(tmp_path):
+    """pydantic's first line only counts the mistakes."""
+    server = start(
+        "print('x.ValidationError: 1 error for Model\\n  Value error, A is not supported\\nleaked'); raise SystemExit(1)", tmp_path
+    )
+    with pytest.raises(UserError, match=r": x.ValidationError: 1 error for Model Value error, A is not supported \(log"):
+        server.wait_ready(lambda: False, 60)
 
 
 def test_an_older_error_in_the_log_is_not_taken_for_this_one(tmp_path):
