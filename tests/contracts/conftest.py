@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from engine_contract import SERVER_NAMES
 
 from megagrpo.config.engine_checks import EMBEDDED_ENGINES
 from megagrpo.config.schema import EngineConfig
@@ -9,11 +10,6 @@ from megagrpo.rollout.engines import ENGINES
 from megagrpo.types import Prompt
 
 PROMPTS = ["1+2=", "hello there, you", "a", "xyz 1234"]
-
-
-# A server costs half a minute to start: those engines are marked, and all tests share one server, each with a client of its own.
-SERVER_MARKS = (pytest.mark.engines, pytest.mark.timeout(900))
-ENGINE_NAMES = [pytest.param(name, marks=() if name in EMBEDDED_ENGINES else SERVER_MARKS) for name in ENGINES.names()]
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +27,7 @@ def server_address(tiny_hf_folder):
         engine.close()
 
 
-@pytest.fixture(params=ENGINE_NAMES)
+@pytest.fixture(params=[*EMBEDDED_ENGINES, *SERVER_NAMES])
 def build_engine(request, tiny_hf_folder, server_address):
     """A function (config, **options) -> an engine for the tiny Qwen3, closed after the test."""
     built = []

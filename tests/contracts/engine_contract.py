@@ -5,12 +5,19 @@ rounding of two such forwards of a tiny model, and a hundredth of what one wrong
 """
 
 import numpy as np
+import pytest
 import torch
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
+from megagrpo.config.engine_checks import EMBEDDED_ENGINES
+from megagrpo.rollout.engines import ENGINES
 from megagrpo.types import SamplingParams
 
 TOLERANCE = 2e-5
+
+# A server costs half a minute to start: those engines are marked, and all tests share one server, each with a client of its own.
+SERVER_MARKS = (pytest.mark.engines, pytest.mark.timeout(900))
+SERVER_NAMES = [pytest.param(name, marks=SERVER_MARKS) for name in ENGINES.names() if name not in EMBEDDED_ENGINES]
 
 
 def weights(model):
@@ -41,11 +48,11 @@ def teacher_forced(model, prompt, completion, temperature=1.0, top_k=0, top_p=1.
     return scores.log_softmax(-1).gather(1, torch.from_numpy(completion.token_ids)[:, None])[:, 0], scores
 
 
-def assert_logprobs_match(model, prompts, groups, **sampling):
+def assert_logprobs_match(model, prompts, groups, tolerance=TOLERANCE, **sampling):
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             expected, _ = teacher_forced(model, prompt, completion, **sampling)
-            np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=TOLERANCE, rtol=0)
+            np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=tolerance, rtol=0)
 
 
 def tokens(groups):

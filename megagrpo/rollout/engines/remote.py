@@ -80,8 +80,8 @@ class RemoteEngine(Engine):
         self.model_folder, self.device, self.dtype = Path(model_folder), torch.device(device), dtype
         self.engine_ranks = config.tensor_parallel
         self._hf = load_from_folder(AutoConfig, model_folder)
-        self._tokenizer = tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
-        self.end_token_ids = end_token_ids(model_folder, self._hf, self._tokenizer)
+        self.tokenizer = tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
+        self.end_token_ids = end_token_ids(model_folder, self._hf, self.tokenizer)
         self._tensor_shapes = _checkpoint_shapes(self._hf, dtype)
         self._closed = self._asleep = self._aborted = False
         self._lost: str | None = None  # why the server can't be reached any more
@@ -138,6 +138,14 @@ class RemoteEngine(Engine):
     def set_asleep(self, asleep: bool) -> None:
         """Give the accelerator's memory back, or take it again; the weights survive."""
 
+    def parameter_checksums(self) -> list[dict[str, str]]:
+        """Return the checksums of every engine rank's own parameters: two ways of loading can be compared bit for bit.
+
+        Raises:
+            EngineError: an engine of this kind can't tell.
+        """
+        raise EngineError(f"engine {self.package.name} does not tell checksums of its parameters")
+
     # ---- the contract
 
     @property
@@ -165,7 +173,7 @@ class RemoteEngine(Engine):
         self._require("serving")
         check_request(prompts, sampling, completion_indices, self._hf.vocab_size, self.context_tokens)
         self._aborted = False
-        stop_rule = StopRule(self._tokenizer, self.end_token_ids, sampling)
+        stop_rule = StopRule(self.tokenizer, self.end_token_ids, sampling)
         runs = consecutive_runs(completion_indices, self.config.max_batch_completions)
         requests = [(position, run, uuid.uuid4().hex) for position in range(len(prompts)) for run in runs]
         unsent = Sample([], [], "abort", ((0, self._weights.version or 0),))
@@ -179,7 +187,7 @@ class RemoteEngine(Engine):
                     f"{self.address}: prompt {prompts[position].id}: {len(samples)} completions came, {len(run)} were asked for"
                 )
             for index, sample in zip(run, samples, strict=True):
-                groups[position][index] = build_completion(prompts[position], index, sample, stop_rule, self._tokenizer)
+                groups[position][index] = build_completion(prompts[position], index, sample, stop_rule, self.tokenizer)
             if on_group is not None and len(groups[position]) == len(completion_indices):
                 on_group(position, [groups[position][index] for index in completion_indices])
 
@@ -204,9 +212,9 @@ class RemoteEngine(Engine):
             self._weights.load(named_tensors)
 
     def receive(self, manifest: BucketManifest) -> list[Ack]:
-        """Have the server take one bucket of the open update, and return what its ranks acknowledge. The owner's call.
+        """Have the server take one bucket of the open update, and return what its ranks acknowledge.
 
-        The first one pauses the server.
+        The first one pauses the server. A follower only notes which tensors its owner sends, and returns nothing.
 
         Raises:
             EngineError: no update to the manifest's version is open; a tensor is unknown, repeated, misshapen, not finite, or not what its

@@ -52,21 +52,21 @@ class ServerWeights(WeightTransaction):
         self.require_open()
         self._choose_layout("full")
         for bucket in fill_buckets(self._checked(named_tensors), _LOAD_BUCKET_BYTES):
+            assert self.opened is not None
             if self._is_owner:
-                assert self.opened is not None
                 with bucket_file(self.opened, bucket) as manifest:
                     self.receive(manifest)
-                continue
-            self.mark_overwritten()
-            for name, tensor in bucket:
-                self.check(name, tensor.shape)
-                self.mark_loaded(name)
+            else:
+                self._follow((name, tensor.shape) for name, tensor in bucket)
 
     def receive(self, manifest: BucketManifest) -> list[Ack]:
         """Send one bucket; see RemoteEngine.receive."""
         self.require_open(manifest.version)
         self._choose_layout(manifest.layout)
         keys = list(self._keys(manifest))
+        if not self._is_owner:
+            self._follow(keys)
+            return []
         for key, shape in keys:
             self.check(key, shape)
         self._server.pause(abort=False)
@@ -84,6 +84,13 @@ class ServerWeights(WeightTransaction):
         if self.updating and not self._is_owner:
             self.mark_overwritten()
         super().abort()
+
+    def _follow(self, keys: Iterable[tuple[Hashable, tuple[int, ...]]]) -> None:
+        """Note that the owner sends these tensors."""
+        for key, shape in keys:
+            self.check(key, shape)
+            self.mark_overwritten()
+            self.mark_loaded(key)
 
     def _keys(self, manifest: BucketManifest) -> Iterator[tuple[Hashable, tuple[int, ...]]]:
         for entry in manifest.tensors:

@@ -1,6 +1,7 @@
 """Engine `vllm`: vLLM's API server with our weight receiver in its workers."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ class VllmEngine(RemoteEngine):
 
     package = PACKAGES["vllm"]
 
+    @property
+    def _tokenizer_folder(self) -> str | None:
+        """Where the server finds the tokenizer, with which it notices stop strings; None: it was not loaded from a folder."""
+        folder = self.tokenizer.name_or_path
+        return folder if folder and Path(folder).is_dir() else None
+
     def server_command(self, python: str, port: int) -> list[str]:
         arguments: dict[str, Any] = {
             "model": str(self.model_folder),
@@ -48,10 +55,14 @@ class VllmEngine(RemoteEngine):
             "generation_config": "vllm",  # the folder's own sampling defaults would change what is sampled
             "load_format": "auto" if self.load_weights else "dummy",
             "enable_scale_out": True,  # the route that takes and returns token ids
-            "skip_tokenizer_init": True,
             "disable_log_stats": True,
+            "disable_uvicorn_access_log": True,
             "seed": 0,  # unused: every request brings its own
         }
+        if self._tokenizer_folder is None:
+            arguments |= {"skip_tokenizer_init": True}
+        else:
+            arguments |= {"tokenizer": self._tokenizer_folder}
         if self.device.type == "cpu":
             arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_TOKENS}
             arguments |= {"kv_cache_memory_bytes": self.config.kv_cache_bytes or _CPU_KV_CACHE_BYTES}
@@ -89,6 +100,8 @@ class VllmEngine(RemoteEngine):
             "stop_token_ids": sorted(self.end_token_ids | set(sampling.stop_token_ids)),
             "detokenize": False,
         }
+        if sampling.stop and self._tokenizer_folder is not None:  # else completions are cut here, which costs the server tokens
+            fields |= {"stop": list(sampling.stop), "detokenize": True, "skip_special_tokens": False}
         return "/inference/v1/generate", {"request_id": request_id, "token_ids": list(prompt.token_ids), "sampling_params": fields}
 
     def abort_calls(self, request_ids: Sequence[str]) -> list[Call]:
@@ -126,6 +139,9 @@ class VllmEngine(RemoteEngine):
             {name: torch.Size(parameter["shape"]) for name, parameter in answer["parameters"].items()}
             for answer in self._call_workers("describe_parameters")
         ]
+
+    def parameter_checksums(self) -> list[dict[str, str]]:
+        return [answer["checksums"] for answer in self._call_workers("checksum_parameters")]
 
     def set_asleep(self, asleep: bool) -> None:
         if self.device.type != "cpu":  # on a CPU there is nothing to give back

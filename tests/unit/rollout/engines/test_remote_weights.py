@@ -123,7 +123,12 @@ def test_a_follower_goes_through_the_same_steps_and_sends_nothing():
     weights.load([("b", torch.zeros(4))])
     weights.check_complete(1)
     weights.mark_complete(1)
-    assert weights.version == 1 and server.asked == []
+    assert weights.version == 1
     weights.begin(2)
+    assert weights.receive(manifest_of(("a", (2, 3), None), ("b", (4,), None), version=2)) == []
+    weights.check_complete(2)
+    weights.mark_complete(2)
+    assert server.asked == []
+    weights.begin(3)
     weights.abort()
     assert weights.version is None and weights.stale  # it can't know how far the owner came

@@ -1,0 +1,242 @@
+"""What an engine must do that is a server: buckets and their acknowledgements, followers, requests on their way, death.
+
+The servers are real ones; `make test-engines` runs this.
+"""
+
+import json
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from engine_contract import SERVER_MARKS, SERVER_NAMES, TOLERANCE, assert_logprobs_match, params, publish, teacher_forced, tokens, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megagrpo.config.schema import EngineConfig
+from megagrpo.errors import UserError
+from megagrpo.rollout.engines import ENGINES
+from megagrpo.rollout.engines.base import EngineError
+from megagrpo.rollout.engines.bucket_file import bucket_file
+from megagrpo.rollout.engines.weights import checkpoint_tensors
+from megagrpo.types import Prompt
+
+SMOLLM2 = Path("models/smollm2-135m")
+servers = pytest.mark.parametrize("build_engine", SERVER_NAMES, indirect=True)
+server_names = pytest.mark.parametrize("name", SERVER_NAMES)
+
+
+@servers
+def test_every_rank_acknowledges_a_bucket_with_version_checksums_and_bytes(build_engine, model):
+    engine = build_engine()
+    engine.begin_update(1)
+    bucket = weights(model)[:3]
+    with bucket_file(1, bucket) as manifest:
+        (ack,) = engine.receive(manifest)
+    assert ack == {
+        "rank": 0,
+        "version": 1,
+        "tensors": {entry.name: entry.checksum for entry in manifest.tensors},
+        "bytes": sum(tensor.nbytes for _, tensor in bucket),
+    }
+
+
+@servers
+def test_a_checksum_that_differs_is_named_and_its_bucket_never_serves(build_engine, prompts, model, other_model):
+    engine = build_engine()
+    publish(engine, model, version=1)
+    engine.begin_update(2)
+    with bucket_file(2, weights(other_model)[:3]) as manifest:
+        first, *rest = manifest.tensors
+        broken = replace(manifest, tensors=(replace(first, checksum="00000000"), *rest))
+        with pytest.raises(EngineError, match=rf"{first.name}.*checksum {first.checksum}, the sender's is 00000000"):
+            engine.receive(broken)
+    engine.abort_update()
+    with pytest.raises(EngineError, match="stale"):
+        engine.generate(prompts, params(), range(2))
+    publish(engine, other_model, version=3)
+    assert_logprobs_match(other_model, prompts, engine.generate(prompts, params(), range(2)))
+
+
+@servers
+def test_a_client_that_stops_in_the_middle_of_an_update_leaves_nothing_that_serves(build_engine, prompts, model, other_model):
+    first = build_engine()
+    publish(first, model, version=1)
+    first.begin_update(2)
+    first.load(weights(other_model)[:5])
+    first.close()  # neither committed nor aborted
+    second = build_engine()
+    with pytest.raises(EngineError, match="no weights were committed"):
+        second.generate(prompts, params(), range(2))
+    publish(second, other_model, version=1)
+    assert_logprobs_match(other_model, prompts, second.generate(prompts, params(), range(2)))
+
+
+@servers
+def test_a_follower_generates_what_its_owner_published(build_engine, prompts, model, other_model):
+    owner = build_engine()
+    follower = build_engine(is_owner=False)
+    for version, published in ((1, model), (2, other_model)):
+        publish(owner, published, version)
+        publish(follower, published, version)
+        assert follower.weight_version == version
+        groups = follower.generate(prompts, params(), range(2))
+        assert_logprobs_match(published, prompts, groups)
+        assert tokens(groups) == tokens(owner.generate(prompts, params(), range(2)))
+
+
+@servers
+def test_a_request_on_its_way_goes_on_under_the_new_weights_and_says_from_which_token_on(build_engine, prompts, model, other_model):
+    """Each token's log-prob is that of the version it carries, given all tokens before it: nothing of the old keys and values is left."""
+    engine = build_engine()
+    publish(engine, model, version=1)
+    result = []
+    sampling = params(max_new_tokens=100)
+    thread = threading.Thread(target=lambda: result.append(engine.generate(prompts, sampling, range(24))))
+    thread.start()
+    time.sleep(0.3)  # decides how many completions see both versions, not what is asserted of each
+    publish(engine, other_model, version=2)
+    thread.join()
+    expected = {1: model, 2: other_model}
+    spans = set()
+    for prompt, group in zip(prompts, result[0], strict=True):
+        for completion in group:
+            starts = [start for start, _ in completion.weight_versions] + [len(completion.token_ids)]
+            for (start, version), end in zip(completion.weight_versions, starts[1:], strict=True):
+                right, _ = teacher_forced(expected[version], prompt, completion)
+                np.testing.assert_allclose(completion.logprobs[start:end], right[start:end].numpy(), atol=TOLERANCE, rtol=0)
+            spans.add(tuple(version for _, version in completion.weight_versions))
+    assert spans <= {(1,), (1, 2), (2,)} and (1, 2) in spans
+
+
+def fused_parameters(model, shapes):
+    """The parameters of a tensor parallel 1 engine, fused from a model's; the vocabulary's padding is zeros."""
+    tensors = dict(weights(model))
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for name, shape in shapes.items():
+        fused = next((fused for fused in parts if fused in name), None)
+        tensor = torch.cat([tensors[name.replace(fused, part)] for part in parts[fused]]) if fused else tensors[name]
+        yield name, torch.nn.functional.pad(tensor, (0, 0, 0, shape[0] - len(tensor))) if tensor.ndim == 2 else tensor
+
+
+@pytest.mark.parametrize("build_engine", [pytest.param("vllm", marks=SERVER_MARKS)], indirect=True)
+def test_slices_written_into_fused_parameters_equal_the_engines_own_loading_bit_for_bit(build_engine, prompts, model, other_model):
+    engine = build_engine()
+    publish(engine, other_model, version=1)
+    (loaded,) = engine.parameter_checksums()
+    publish(engine, model, version=2)
+    assert engine.parameter_checksums() != [loaded]
+    (shapes,) = engine.parameter_shapes()
+    engine.begin_update(3)
+    with bucket_file(3, list(fused_parameters(other_model, shapes))) as manifest:
+        engine.receive(replace(manifest, layout="sharded"))
+    engine.commit_update(3)
+    assert engine.parameter_checksums() == [loaded]
+    assert_logprobs_match(other_model, prompts, engine.generate(prompts, params(), range(2)))
+
+
+@server_names
+@pytest.mark.parametrize(("family", "tensor_parallel"), [("llama", 1), ("qwen2", 2), ("qwen3_moe", 1)])
+def test_families_and_tensor_parallel_engines_agree_with_transformers(name, family, tensor_parallel, tiny_hf_folder, tiny_model, prompts):
+    """Untied output layers, biases, experts; an engine of two ranks."""
+    engine = ENGINES.get(name)(tiny_hf_folder(family), EngineConfig(name=name, tensor_parallel=tensor_parallel))
+    try:
+        for version, factor in ((1, 1.0), (2, 0.8)):
+            model = tiny_model(family)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(factor)
+            engine.begin_update(version)
+            engine.load((key, tensor.detach()) for key, tensor in checkpoint_tensors(model).items())
+            engine.commit_update(version)
+            assert_logprobs_match(model, prompts, engine.generate(prompts, params(), range(4)))
+    finally:
+        engine.close()
+
+
+@server_names
+def test_a_server_whose_workers_die_is_told_started_anew_and_generates_the_same(name, tiny_hf_folder, prompts, model):
+    folder = tiny_hf_folder("qwen3", tie_word_embeddings=True)
+    config = EngineConfig(name=name, max_restarts=1, request_timeout_seconds=90)
+    engine = ENGINES.get(name)(folder, config)
+    try:
+        publish(engine, model, version=4)
+        whole = tokens(engine.generate(prompts, params(max_new_tokens=100), range(64)))
+        failure = []
+
+        def generate():
+            try:
+                engine.generate(prompts, params(max_new_tokens=100), range(64))
+            except EngineError as error:
+                failure.append(str(error))
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        time.sleep(0.5)
+        for child in psutil.Process(engine.pid).children(recursive=True):
+            child.kill()
+        thread.join()
+        assert failure and not engine.health().ready and engine.health().state == "dead", (failure, engine.health())
+        assert engine.weight_version is None
+        with pytest.raises(EngineError, match="the rollout engine is dead: "):
+            engine.generate(prompts, params(), range(2))
+        engine.restart()
+        assert engine.health().state == "empty"
+        publish(engine, model, version=4)  # the version that was lost
+        assert tokens(engine.generate(prompts, params(max_new_tokens=100), range(64))) == whole
+        psutil.Process(engine.pid).kill()
+        with pytest.raises(EngineError, match="killed by SIGKILL"):
+            publish(engine, model, version=5)
+        with pytest.raises(EngineError, match=r"engine.max_restarts = 1 are used up"):
+            engine.restart()
+    finally:
+        engine.close()
+
+
+@server_names
+def test_a_model_that_the_engine_does_not_know_is_one_line_at_the_start(name, tiny_hf_folder, tmp_path):
+    shutil.copytree(tiny_hf_folder("qwen3"), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["UnheardOfForCausalLM"]}))
+    with pytest.raises(UserError, match=rf"engine.name: {name}: .*UnheardOfForCausalLM") as raised:
+        ENGINES.get(name)(tmp_path / "model", EngineConfig(name=name), log_file=tmp_path / "log")
+    assert "\n" not in str(raised.value) and str(tmp_path / "log") in str(raised.value)
+
+
+@server_names
+def test_an_address_where_nothing_answers_is_told(name, tiny_hf_folder):
+    with pytest.raises(UserError, match=r"engine.addresses: http://127.0.0.1:9: no .* server answers there"):
+        ENGINES.get(name)(tiny_hf_folder("qwen3"), EngineConfig(name=name, addresses=("http://127.0.0.1:9",)))
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """(folder, model, tokenizer) of SmolLM2-135M as `make smollm2` leaves it."""
+    if not (SMOLLM2 / "model.safetensors").is_file():
+        pytest.skip(f"{SMOLLM2} is not there: python examples/smollm2_arithmetic/prepare.py {SMOLLM2}")
+    return SMOLLM2, AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(SMOLLM2)
+
+
+@server_names
+def test_logprobs_of_a_pretrained_model_equal_those_of_transformers(name, smollm2):
+    """5e-5: 30 layers round more than two do; a stale or misplaced weight shifts log-probs by tenths."""
+    folder, model, tokenizer = smollm2
+    texts = ["The capital of France is", "7 + 5 = 12\n9 + 4 = 13\n8 + 6 =", "def add(a, b):"]
+    prompts = [Prompt(number, text, tuple(tokenizer(text)["input_ids"])) for number, text in enumerate(texts)]
+    engine = ENGINES.get(name)(folder, EngineConfig(name=name, max_model_len=512), tokenizer)
+    try:
+        publish(engine, model, version=1)
+        for temperature in (1.0, 0.7):
+            groups = engine.generate(prompts, params(max_new_tokens=48, temperature=temperature), range(4))
+            assert_logprobs_match(model, prompts, groups, tolerance=5e-5, temperature=temperature)
+        groups = engine.generate(prompts, params(max_new_tokens=24, temperature=0.0), [0])
+        for prompt, (completion,) in zip(prompts, groups, strict=True):
+            ids = torch.tensor([prompt.token_ids])
+            expected = model.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :]
+            assert completion.token_ids.tolist() == expected.tolist()
+    finally:
+        engine.close()
