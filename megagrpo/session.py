@@ -27,7 +27,7 @@ from megagrpo.policy.microbatches import PackingRules
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.update import PolicyUpdater
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.engines.replicas import build_rollout_engine
+from megagrpo.rollout.engines.replicas import build_rollout_engine, replicas_of_ranks
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenizer
@@ -56,7 +56,8 @@ class Session:
 
     def close(self) -> None:
         """Stop what this rank started."""
-        self.generator.rewards.close()
+        self.generator.rewards.close()  # first: what is in flight then ends at its next score
+        self.pipeline.close()
         self.generator.engine.close()
         self.lock.release()
 
@@ -110,7 +111,7 @@ def build_session(config: Config, device: torch.device) -> Session:
     builder = MicroBatchBuilder(device, rules, pad_token_id, use_te, layout.cp, groups.cp_rank)
     updater = PolicyUpdater(config, actor, reference, algorithm, groups, layout, builder, rules)
     engine = build_rollout_engine(config, groups, hf_folder, tokenizer, device, precision.params_dtype)
-    generator = RolloutGenerator(engine, rewards, groups)
+    generator = RolloutGenerator(engine, rewards, groups, replicas_of_ranks(config, groups.world_size))
     sampler = PromptSampler(source, config.run.seed)
     return Session(
         config=config,

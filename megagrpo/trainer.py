@@ -5,6 +5,7 @@ prompts -> rollout -> rewards -> advantages -> update -> publish -> evaluate -> 
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +20,10 @@ from megagrpo.errors import UserError
 from megagrpo.evaluation.evaluate import evaluate_set
 from megagrpo.models.hf_files import write_hf_folder
 from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag, destroy_groups
+from megagrpo.policy.logprob_gap import LogprobGap
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update import UpdateResult
+from megagrpo.rollout.generation import RolloutFailedError
 from megagrpo.rollout.metrics import compute_rollout_metrics
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.session import Session, build_session
@@ -82,6 +85,10 @@ class Trainer:
                 self._finish()
         except StopRequested:
             self._save_and_stop()
+        except RolloutFailedError:  # on all ranks alike, before any update of its step: what is trained need not be lost
+            if self.config.checkpoint.every and self.state.step:
+                self.checkpoints.save_now(self.state)
+            raise
 
     def _start(self) -> None:
         with self.timers.phase("resume"):
@@ -99,6 +106,7 @@ class Trainer:
             self.checkpoints.report_to(self.recorder.note)
         with self.timers.phase("publish"):
             self.session.publisher.publish(self.state.weight_version)  # no rollout before the engine holds the trainer's weights
+        self.checkpoints.capture(self.state)
         if resumed is None:
             self._record(0, self._evaluate())
         self.timers.take()  # what came before the loop belongs to no step
@@ -110,13 +118,15 @@ class Trainer:
         step_started = time.perf_counter()
         cpu_started = time.process_time()
         with self.timers.phase("rollout"):
-            rollouts, counts = self.session.pipeline.collect(step)
+            rollouts, counts = self.session.pipeline.collect(step, self.state.weight_version)
         self._prompts = rollouts.prompts
         metrics = compute_rollout_metrics(rollouts, counts, self.state.weight_version)
         self._stop_if_asked()
         self._is_step_untouched = True
         with self.timers.phase("update"):
             result = self._update(rollouts) if self.gate.accepts_rewards(metrics.get(names.REWARD)) else UpdateResult({})
+        with self.timers.phase("rollout"):
+            self.session.pipeline.wait()  # the engine's weights are overwritten next
         with self.timers.phase("publish"):
             self.state.weight_version += 1
             self.session.publisher.publish(self.state.weight_version)
@@ -142,7 +152,7 @@ class Trainer:
         result = self.session.updater.run(
             rollouts,
             learning_rate=lambda k: learning_rate(self.config.optimizer, self.state.updates + k, total_updates),
-            before_apply=self._before_apply,
+            before_apply=partial(self._before_apply, rollouts),
             accepts=self.gate.accepts,
             weight_version=self.state.weight_version,
         )
@@ -150,12 +160,12 @@ class Trainer:
         self.state.nonfinite_in_a_row = self.gate.count_nonfinite(self.state.nonfinite_in_a_row, result.applied)
         return result
 
-    def _before_apply(self, metrics: Mapping[str, float]) -> None:
+    def _before_apply(self, rollouts: StepRollouts, metrics: Mapping[str, float], gap: LogprobGap | None) -> None:
         """Decide before an update is applied; the first of a step is the last point at which the step can be given up."""
         if self._is_step_untouched:
             self._stop_if_asked()
             self._is_step_untouched = False
-        self.gate.before_apply(metrics)
+        self.gate.before_apply(metrics, gap, rollouts)
 
     def _stop_if_asked(self) -> None:
         """Stop where any rank was asked to. Collective over all ranks."""
@@ -180,7 +190,7 @@ class Trainer:
 
         Collective over all ranks.
         """
-        number, version, position = self.state.roll_backs + 1, self.state.weight_version, self.session.sampler.state()
+        number, version, position = self.state.roll_backs + 1, self.state.weight_version, self.session.pipeline.next_position
         if self.recorder:
             self.recorder.roll_back(self.supervisor.step, str(cause), self._prompts)
         if number > self.config.spikes.max_roll_backs:
@@ -192,7 +202,7 @@ class Trainer:
         self.state = restored
         self.state.roll_backs, self.state.weight_version = number, version + 1  # a version names one set of weights, for ever
         self.gate.spikes.load_state(self.state.spikes)
-        self.session.sampler.load_state(position)
+        self.session.pipeline.skip_to(position)
         self.checkpoints.capture(self.state)
         with self.timers.phase("publish"):
             self.session.publisher.publish(self.state.weight_version)
@@ -235,8 +245,9 @@ class Trainer:
             metrics[names.GRAD_NORM] = result.applied[-1].grad_norm
             metrics["optimizer/lr"] = self.session.actor.optimizer.param_groups[0]["lr"]
         metrics |= self.gate.metrics()
-        renamed = {"loss": names.LOSS, "rollout_gap_max": names.LOGPROB_GAP}
-        return metrics | {renamed.get(name, f"policy/{name}"): value for name, value in result.metrics.items()}
+        if result.logprob_gap:
+            metrics[names.LOGPROB_GAP] = result.logprob_gap.gap
+        return metrics | {names.LOSS if name == "loss" else f"policy/{name}": value for name, value in result.metrics.items()}
 
     def _record(self, step: int, metrics: dict[str, float], rollouts: StepRollouts | None = None) -> None:
         if self.recorder:

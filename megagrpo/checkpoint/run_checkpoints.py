@@ -96,7 +96,7 @@ class RunCheckpoints:
         has_reference = self.reference is not None and saved is not None and bool(saved.get("saved"))
         load_shards(choice.path, self.session.actor, self.reference if has_reference else None)
         carrying.unpack(choice.path, self.carried)
-        self.session.sampler.load_state(state.prompt_position)
+        self.session.pipeline.restore(state.prompt_position, state.rollout, choice.path, next_step=state.step + 1)
         if state.algorithm:
             self.session.algorithm.load_state_dict(state.algorithm)
         for note in notes:
@@ -114,8 +114,12 @@ class RunCheckpoints:
         return periodic or bool(hf_every and step % hf_every == 0) or self._retry
 
     def capture(self, state: TrainerState) -> None:
-        """Complete `state` with the positions of the session's parts, at the end of a step: it may be saved in the midst of the next."""
-        state.prompt_position = self.session.sampler.state()
+        """Complete `state` with the position of the session's parts, at the end of a step: it may be saved in the midst of the next.
+
+        Rollouts in flight are part of it. Collective over all ranks.
+        """
+        self._rollouts = self.session.pipeline.snapshot()
+        state.prompt_position, state.rollout = self._rollouts.prompt_position, self._rollouts.state
         state.algorithm = self.session.algorithm.state_dict()
         self._own_files = carrying.pack(self.carried, self.session.groups.rank)
 
@@ -168,7 +172,7 @@ class RunCheckpoints:
         contents = Contents(
             manifest,
             {STATE_FILE: state.to_json(), CONFIG_FILE: dump_config(self.config)},
-            self._own_files,
+            self._own_files | self._rollouts.files(),
             lambda folder: self._write_extras(folder, state.step),
         )
         self._retry = False

@@ -18,7 +18,8 @@ class TrainerState:
     step: int = 0  # finished outer steps
     updates: int = 0  # optimizer updates so far: what the learning-rate schedule counts
     weight_version: int = 0  # last published
-    prompt_position: int = 0  # prompts drawn so far
+    prompt_position: int = 0  # prompts drawn so far, those of rollouts in flight that are saved included
+    rollout: dict[str, Any] = field(default_factory=dict)  # see rollout/pipeline.py
     nonfinite_in_a_row: int = 0
     algorithm: dict[str, float] = field(default_factory=dict)
     wall_seconds: float = 0.0  # of all runs so far

@@ -165,6 +165,11 @@ def _check_algorithm(config: Config) -> Iterator[str]:
             yield f"algorithm.overlong.buffer_tokens: missing; a fifth of rollout.max_new_tokens = {rollout.max_new_tokens} is no token"
         if buffer is not None and buffer >= rollout.max_new_tokens:
             yield f"algorithm.overlong.buffer_tokens: {buffer}: must be less than rollout.max_new_tokens = {rollout.max_new_tokens}"
+    if rollout.max_policy_age > 0 and not algorithm.correction.enabled and algorithm.old_logprobs == "actor":
+        yield (
+            f"rollout.off_policy: {rollout.off_policy}: completions come from older weights, and nothing corrects for it; set "
+            "algorithm.correction (say, importance: token), or algorithm.old_logprobs: engine, whose ratio holds the difference"
+        )
     updates = config.run.steps * config.update.mini_batches_per_step * config.update.epochs_per_step
     if config.optimizer.warmup_steps >= updates:
         yield (

@@ -118,9 +118,17 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
     stop_token_ids: tuple[int, ...] = Field((), description="token ids that end a completion, beside end-of-sequence")
     max_logprob_gap: Annotated[PositiveFloat | None, FREE] = Field(
-        None, description="largest |engine - actor| log-prob allowed before the first update"
+        None, description="largest |engine - actor| log-prob of a completion that the actor's own weights sampled"
     )
     logprob_gap_action: Annotated[Literal["stop", "warn"], FREE] = Field("stop", description="what a larger gap does")
+    off_policy: Literal["synchronous", "one_step_off"] = Field(
+        "synchronous", description="one_step_off: generate a step's completions while the step before is trained"
+    )
+
+    @property
+    def max_policy_age(self) -> int:
+        """Publishes that may lie between the weights that sampled a completion and those that are trained on it."""
+        return 1 if self.off_policy == "one_step_off" else 0
 
 
 class OptimizerConfig(Section):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -52,6 +53,23 @@ def megatron_region() -> AbstractContextManager:
     from megagrpo.device import cpu
 
     return cpu.region()
+
+
+@contextlib.contextmanager
+def background_stream() -> Iterator[None]:
+    """What a thread beside the main one computes in: on CUDA the rank's device and a stream of its own, after what was queued so far.
+
+    At the end all of it is done. Does nothing on the CPU, where a thread computes when it is called.
+    """
+    if not has_cuda():
+        yield
+        return
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # the current device is that of the thread
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.default_stream())
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def peak_rss_bytes() -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megagrpo.config.schema import EvaluationSetConfig, RolloutConfig
-from megagrpo.rollout.generation import RolloutGenerator
+from megagrpo.rollout.generation import RolloutGenerator, RolloutRequest
 from megagrpo.types import Prompt, SamplingParams
 
 # Evaluations draw from a stream of their own, the same at every step: two evaluations differ by the weights alone.
@@ -27,7 +27,7 @@ def evaluate_set(
         stop_token_ids=rollout.stop_token_ids,
         seed=seed + EVALUATION_SEED_OFFSET,
     )
-    rollouts = generator.generate(prompts, sampling, config.completions_per_prompt)
+    rollouts = generator.generate(RolloutRequest(prompts, sampling, config.completions_per_prompt))
     records = list(rollouts.records.values())
     first = next(iter(records[0].reward.parts))
     return {

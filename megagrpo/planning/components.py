@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator
 
 from megagrpo.algorithms.checks import check_algorithm_config
+from megagrpo.algorithms.losses import LOSSES
 from megagrpo.config.schema import Config, RewardConfig
 from megagrpo.errors import ConfigError, UserError
 from megagrpo.registry import suggestion
@@ -22,6 +23,7 @@ def verify_components(config: Config) -> None:
         ConfigError: all mistakes, one line each.
     """
     problems = check_algorithm_config(config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens)
+    problems += _check_off_policy(config)
     try:
         ENGINES.get(config.engine.name)
         if config.engine.name in PACKAGES and not config.engine.addresses:
@@ -32,6 +34,18 @@ def verify_components(config: Config) -> None:
         problems.extend(_check_reward(f"rewards.functions.{position}", reward))
     if problems:
         raise ConfigError(problems)
+
+
+def _check_off_policy(config: Config) -> Iterator[str]:
+    """Old log-probs of the engine correct nothing in a loss that has no ratio; whether it has one, its registry knows."""
+    algorithm = config.algorithm
+    if config.rollout.max_policy_age == 0 or algorithm.correction.enabled or algorithm.loss not in LOSSES.names():
+        return
+    if not LOSSES.get(algorithm.loss).uses_old_logprobs:
+        yield (
+            f"algorithm.loss: {algorithm.loss}: has no ratio, so nothing corrects for the older weights of "
+            f"rollout.off_policy {config.rollout.off_policy}; set algorithm.correction (say, importance: token)"
+        )
 
 
 def _check_reward(place: str, reward: RewardConfig) -> Iterator[str]:

@@ -16,6 +16,7 @@ from megagrpo.ops.token_loss import fits_one_chunk, linear_token_loss
 from megagrpo.parallel.token_shard import sum_sequences
 from megagrpo.policy.batch import MicroBatch
 from megagrpo.policy.forward import loss_rows, row_logprobs
+from megagrpo.policy.logprob_gap import LargestGap
 from megagrpo.rollout.rollouts import SampleKey
 
 
@@ -55,14 +56,17 @@ class PolicyLoss:
         sequences: SequenceTerms,
         rows: Mapping[int, RowTerms],
         reference: StageModel | None,
+        largest_gap: LargestGap | None,
     ):
         """
         Args:
+            largest_gap: told of every row where these are the first log-probs of the step, to be compared with the engine's; None
+                where that has been done, or the actor has moved.
             rows: by `id` of the micro-batch.
             reference: the reference's stage, where the exact KL needs its output weight.
         """
         self.model, self.algorithm, self.temperature = model, algorithm, temperature
-        self.sequences, self.rows, self.reference = sequences, rows, reference
+        self.sequences, self.rows, self.reference, self.largest_gap = sequences, rows, reference, largest_gap
 
     def __call__(self, batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Return (sum over the micro-batch's tokens of weight * loss, metrics)."""
@@ -110,7 +114,7 @@ class PolicyLoss:
             sequence_sum=lambda values: sum_sequences(values, batch.sequence_ids[keep], batch.num_sequences, self.model.groups.cp),
         )
         loss, metrics = aggregate_loss(self.algorithm.token_loss(inputs), self._weights(batch, keep))
-        return loss, metrics | self._mismatch(batch, terms, keep, scores.logprobs)
+        return loss, metrics | self._mismatch(batch, keep, scores.logprobs)
 
     def _from_chunks(
         self, batch: MicroBatch, terms: RowTerms, keep: torch.Tensor, hidden: torch.Tensor
@@ -138,7 +142,7 @@ class PolicyLoss:
             reduce_hidden_grad=not self.model.config.sequence_parallel,
             reference=(terms.ref_hidden[keep], self.reference.output_weight) if self.algorithm.needs_exact_kl else None,
         )
-        return result.loss, merge_metrics(chunks) | self._mismatch(batch, terms, keep, result.logprobs)
+        return result.loss, merge_metrics(chunks) | self._mismatch(batch, keep, result.logprobs)
 
     def _inputs(
         self,
@@ -169,9 +173,10 @@ class PolicyLoss:
     def _weights(self, batch: MicroBatch, keep: torch.Tensor) -> torch.Tensor:
         return batch.per_row(self.sequences.token_weights, torch.float64)[keep]
 
-    def _mismatch(self, batch: MicroBatch, terms: RowTerms, keep: torch.Tensor, logprobs: torch.Tensor) -> dict[str, Metric]:
-        """Measure engine against actor here where these log-probs are the old ones; otherwise it was done before the update."""
-        if terms.old_logprobs is not None:
+    def _mismatch(self, batch: MicroBatch, keep: torch.Tensor, logprobs: torch.Tensor) -> dict[str, Metric]:
+        """Measure engine against actor here where these log-probs are the actor's first of the step."""
+        if self.largest_gap is None:
             return {}
+        self.largest_gap.add(batch, keep, logprobs, self.sequences.policy_ages)
         ages = batch.per_row(self.sequences.policy_ages, torch.int64)
         return measure_mismatch(logprobs, batch.rollout_logprobs[keep], batch.positions[keep], ages[keep])

@@ -21,6 +21,7 @@ from megagrpo.parallel.layout import ParallelLayout
 from megagrpo.parallel.token_shard import sum_sequences
 from megagrpo.policy.actor import Actor, AppliedUpdate
 from megagrpo.policy.batch import MicroBatch, MicroBatchBuilder, TrainSample
+from megagrpo.policy.logprob_gap import LargestGap, LogprobGap, largest
 from megagrpo.policy.loss import PolicyLoss, RowTerms, SequenceTerms
 from megagrpo.policy.microbatches import MicroBatchPlan, PackingRules, SampleSize, plan_microbatches
 from megagrpo.policy.reference import Reference
@@ -28,7 +29,8 @@ from megagrpo.policy.router_load import RouterLoads
 from megagrpo.rollout.exchange import exchange_completions
 from megagrpo.rollout.rollouts import SampleKey, StepRollouts
 
-BeforeApply = Callable[[Mapping[str, float]], None]
+BeforeApply = Callable[[Mapping[str, float], LogprobGap | None], None]
+"""Takes an update's metrics and, before the first update of a step, the largest gap between engine and actor."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class UpdateResult:
     metrics: dict[str, float]  # over all updates of the step
     applied: list[AppliedUpdate] = field(default_factory=list)
     trained_tokens: int = 0  # completion tokens that went through the backward pass, each pass counted
+    logprob_gap: LogprobGap | None = None  # largest one between engine and actor before the first update
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class PolicyUpdater:
             rollouts: the groups.
             weight_version: of the actor now: what the age of a completion is counted from.
             learning_rate: of the k-th update of this step.
-            before_apply: called with an update's metrics before it is applied; may raise to stop the run with the weights untouched.
+            before_apply: called before an update is applied; may raise to stop the run with the weights untouched.
             accepts: called with the gradient norm of an update after `before_apply`; False skips the update. All ranks must answer alike.
         """
         if not rollouts.records:
@@ -106,7 +109,8 @@ class PolicyUpdater:
         if self.algorithm.kl_in_reward:
             penalties, before = self._kl_penalties(mini_batches, rows)
             rewards = rewards - rollouts.matrix(penalties)
-        kept_tokens, rejected, mismatch = self._compare_with_engine(mini_batches, rows, ages)
+        largest_gap = LargestGap()
+        kept_tokens, rejected, mismatch = self._compare_with_engine(mini_batches, rows, ages, largest_gap)
         lengths = {key: kept_tokens.get(key, record.length) for key, record in rollouts.records.items()}
         if rejected or self.algorithm.kl_in_reward:
             valid = valid & ~rollouts.matrix(rejected, fill=0, dtype=torch.bool)
@@ -117,29 +121,30 @@ class PolicyUpdater:
         collected: list[dict[str, Metric]] = []
         applied: list[AppliedUpdate] = []
         trained_tokens = 0
+        gap: LogprobGap | None = None
         for _ in range(self.config.update.epochs_per_step):
             for mini_batch in mini_batches:
                 if not mini_batch.batches:
                     continue
                 terms = SequenceTerms(advantage_of, self._token_weights(mini_batch, lengths), ages)
                 reference = self.reference.model if self.reference else None
-                loss = PolicyLoss(self.actor.model, self.algorithm, self.temperature, terms, rows, reference)
+                compare = largest_gap if not applied and not mismatch else None
+                loss = PolicyLoss(self.actor.model, self.algorithm, self.temperature, terms, rows, reference, compare)
                 metrics = self._all_gather_metrics(self.actor.forward_backward(mini_batch.batches, loss))
+                if not applied:
+                    gap = largest(all_gather_metadata(largest_gap.result()))
                 if before_apply is not None:
-                    before_apply(finalize_metrics(merge_metrics([mismatch, metrics])))
+                    before_apply(finalize_metrics(merge_metrics([mismatch, metrics])), None if applied else gap)
                 applied.append(self.actor.apply_gradients(learning_rate(len(applied)), accepts))
                 collected.append(metrics)
                 trained_tokens += sum(lengths[key] for key in mini_batch.keys)
         self.actor.gather_parameters()
         metrics = finalize_metrics(merge_metrics([*collected, before, mismatch]))
-        if collected:
-            first = finalize_metrics(collected[0])
-            metrics.setdefault("rollout_gap_max", first["actor_rollout_gap_max"])  # where the engine's log-probs are the old ones
         if self.router_loads:
             metrics |= self.router_loads.take()
         if "ref_kl" in metrics:
             self.algorithm.update_kl(metrics["ref_kl"])
-        return UpdateResult({**metrics, **{name: float(count) for name, count in counters.items()}}, applied, trained_tokens)
+        return UpdateResult({**metrics, **{name: float(count) for name, count in counters.items()}}, applied, trained_tokens, gap)
 
     # ---- before the first micro-batch
 
@@ -237,11 +242,11 @@ class PolicyUpdater:
         return penalties, self._all_gather_metrics(measured)
 
     def _compare_with_engine(
-        self, mini_batches: Sequence[MiniBatch], rows: Mapping[int, RowTerms], ages: Mapping[SampleKey, int]
+        self, mini_batches: Sequence[MiniBatch], rows: Mapping[int, RowTerms], ages: Mapping[SampleKey, int], largest_gap: LargestGap
     ) -> tuple[dict[SampleKey, int], dict[SampleKey, bool], dict[str, Metric]]:
         """Measure the mismatch of engine and actor and apply the rollout correction.
 
-        Only where old log-probs were computed: otherwise the loss measures it with its own. Collective over all ranks.
+        Only where old log-probs were computed: otherwise the loss of the first update measures it with its own. Collective over all ranks.
 
         Returns:
             Kept tokens and rejections by sample (both empty without a correction), and the diagnostics.
@@ -263,6 +268,7 @@ class PolicyUpdater:
                 policy_age=batch.per_row(ages, torch.int64),
             )
             diagnostics.append(result.diagnostics)
+            largest_gap.add(batch, torch.arange(len(batch.targets), device=batch.targets.device), terms.old_logprobs, ages)
             if self.algorithm.config.correction.enabled:
                 terms.keep, terms.correction_weights = result.keep, result.weights
                 counts = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_ids.cpu(), result.keep.cpu().float())

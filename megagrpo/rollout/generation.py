@@ -1,59 +1,190 @@
-"""Generates and scores: prompts are dealt over all ranks' engines, only metadata comes back to everyone."""
+"""Generates and scores: groups are dealt over all ranks' engines, only metadata comes back to everyone.
 
+One rank's share (`_sample_and_score`) needs no other rank, so it may run in a thread while the main thread trains; `_gather` alone talks
+to the others.
+"""
+
+import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
+from megagrpo.errors import UserError
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.rewards.pool import RewardPool
+from megagrpo.rollout.background import BackgroundWork
+from megagrpo.rollout.dealing import LengthEstimates, deal_groups
 from megagrpo.rollout.engines.base import Engine
 from megagrpo.rollout.rollouts import CompletionRecord, SampleKey, StepRollouts
-from megagrpo.types import Completion, Prompt, SamplingParams
+from megagrpo.types import Completion, Prompt, Reward, SamplingParams
+
+
+class RolloutFailedError(RuntimeError):
+    """Generating or scoring failed on some rank. Raised on all ranks alike, between two updates: the trainer's state is whole."""
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """What is to be generated, the same on all ranks."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    completions_per_prompt: int
+    first_index: int = 0  # first completion index of a prompt that has been sampled in this step already
+    lengths: LengthEstimates = field(default_factory=LengthEstimates)  # of these prompts' data set; what comes is added
+
+
+@dataclass(frozen=True)
+class ScoredCompletions:
+    """One rank's share of a request."""
+
+    completions: Mapping[SampleKey, Completion]
+    rewards: Mapping[SampleKey, Reward]
+    generation_seconds: float = 0.0
+    scoring_wait_seconds: float = 0.0  # after the last completion, until the last score
+
+
+class PendingRollouts:
+    """A request whose share runs in a thread of this rank, or is there already."""
+
+    def __init__(self, request: RolloutRequest, share: BackgroundWork[ScoredCompletions] | ScoredCompletions):
+        self.request, self._share = request, share
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait at most `seconds` until this rank's share is there or has failed; say whether it is."""
+        return isinstance(self._share, ScoredCompletions) or self._share.wait(seconds)
+
+    def outcome(self) -> ScoredCompletions | BaseException:
+        """Wait, and return this rank's share or what it failed with."""
+        return self._share if isinstance(self._share, ScoredCompletions) else self._share.outcome()
 
 
 class RolloutGenerator:
     """The engines and reward workers of all ranks as one: every rank calls, each does its share."""
 
-    def __init__(self, engine: Engine, rewards: RewardPool, groups: ParallelGroups):
-        self.engine, self.rewards, self.groups = engine, rewards, groups
+    def __init__(self, engine: Engine, rewards: RewardPool, groups: ParallelGroups, replica_of_rank: Sequence[int]):
+        self.engine, self.rewards, self.groups, self.replica_of_rank = engine, rewards, groups, replica_of_rank
+        self._stopping = False
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, completions_per_prompt: int, first_index: int = 0
-    ) -> StepRollouts:
-        """Return the scored completions of `prompts`, one group each. Collective over all ranks, which pass the same arguments.
+    def generate(self, request: RolloutRequest) -> StepRollouts:
+        """Return the scored completions of the prompts, one group each. Collective over all ranks, which pass the same request.
 
-        Args:
-            first_index: first completion index of a prompt that has been sampled in this step already. A prompt that comes twice in
-                `prompts` gets the next indices too, so that its groups differ.
+        A prompt that comes twice gets the next completion indices too, so that its groups differ.
+
+        Raises:
+            UserError, RolloutFailedError: it failed on some rank; raised on all of them.
         """
-        mine = list(range(len(prompts)))[self.groups.rank :: self.groups.world_size]
-        local = self._sample(prompts, mine, sampling, completions_per_prompt, first_index)
-        keys = sorted(local)
-        scores = self.rewards.score([prompts[group] for group, _ in keys], [local[key] for key in keys])
-        records = [
-            CompletionRecord(
-                key, self.groups.rank, len(c.token_ids), c.finish_reason, score, min(version for _, version in c.weight_versions)
-            )
-            for key, score in zip(keys, scores, strict=True)
-            for c in [local[key]]
-        ]
-        everyone = [record for rank_records in all_gather_metadata(records) for record in rank_records]
-        by_key = {record.key: record for record in sorted(everyone, key=lambda record: record.key)}
-        return StepRollouts(list(prompts), by_key, local, completions_per_prompt)
+        try:
+            outcome: ScoredCompletions | BaseException = self._sample_and_score(request, self._deal(request))
+        except Exception as error:
+            outcome = error
+        return self._gather(request, outcome)
 
-    def _sample(
-        self, prompts: Sequence[Prompt], mine: Sequence[int], sampling: SamplingParams, count: int, first_index: int
-    ) -> dict[SampleKey, Completion]:
-        """Sample this rank's groups; the k-th occurrence of a prompt takes the k-th run of completion indices."""
+    def start(self, request: RolloutRequest) -> PendingRollouts:
+        """Begin this rank's share of `request` in a thread. Every rank must, and then `finish` it; the engine is taken until it ended."""
+        mine = self._deal(request)
+        return PendingRollouts(request, BackgroundWork(lambda: self._sample_and_score(request, mine), "generate"))
+
+    def finish(self, pending: PendingRollouts) -> StepRollouts:
+        """Wait for `pending` and return what `generate` would have. Collective over all ranks. Raises as `generate` does."""
+        return self._gather(pending.request, pending.outcome())
+
+    def stop(self, pending: PendingRollouts) -> None:
+        """Give `pending` up: end it early and wait for its thread. This rank generates nothing any more."""
+        self._stopping = True
+        while not pending.wait(seconds=0.1):
+            self.engine.abort()  # again and again: one that comes before the engine's own start is lost
+
+    # ---- this rank's share
+
+    def _deal(self, request: RolloutRequest) -> list[int]:
+        costs = [
+            len(prompt.token_ids) + request.completions_per_prompt * request.lengths.expected_tokens(prompt) for prompt in request.prompts
+        ]
+        return deal_groups(costs, self.replica_of_rank)[self.groups.rank]
+
+    def _sample_and_score(self, request: RolloutRequest, mine: Sequence[int]) -> ScoredCompletions:
+        """Sample the groups `mine`, and score each as soon as it is there. No collective.
+
+        The k-th occurrence of a prompt takes the k-th run of completion indices.
+        """
+        started = time.perf_counter()
+        scores: dict[int, Future[list[Reward]]] = {}
+        completions: dict[SampleKey, Completion] = {}
+        count = request.completions_per_prompt
+        for occurrence, groups in self._by_occurrence(request.prompts, mine).items():
+            if self._stopping:
+                break
+            prompts = [request.prompts[group] for group in groups]
+
+            def on_group(position: int, group: list[Completion], groups: list[int] = groups, prompts: list[Prompt] = prompts) -> None:
+                scores[groups[position]] = self.rewards.submit([prompts[position]] * len(group), group)
+
+            start = request.first_index + occurrence * count
+            sampled = self.engine.generate(prompts, request.sampling, range(start, start + count), on_group)
+            for group, members in zip(groups, sampled, strict=True):
+                completions |= {(group, place): completion for place, completion in enumerate(members)}
+        generated = time.perf_counter()
+        rewards = {(group, place): reward for group, future in scores.items() for place, reward in enumerate(future.result())}
+        return ScoredCompletions(completions, rewards, generated - started, time.perf_counter() - generated)
+
+    @staticmethod
+    def _by_occurrence(prompts: Sequence[Prompt], mine: Sequence[int]) -> dict[int, list[int]]:
+        """Return the groups `mine` by how often their prompt has come before in `prompts`."""
         seen: Counter[int] = Counter()
         groups_of_occurrence: dict[int, list[int]] = defaultdict(list)
         for group, prompt in enumerate(prompts):
             if group in set(mine):
                 groups_of_occurrence[seen[prompt.id]].append(group)
             seen[prompt.id] += 1
-        local: dict[SampleKey, Completion] = {}
-        for occurrence, groups in groups_of_occurrence.items():
-            start = first_index + occurrence * count
-            sampled = self.engine.generate([prompts[group] for group in groups], sampling, range(start, start + count))
-            for group, completions in zip(groups, sampled, strict=True):
-                local |= {(group, place): completion for place, completion in enumerate(completions)}
-        return local
+        return groups_of_occurrence
+
+    # ---- all ranks
+
+    def _gather(self, request: RolloutRequest, outcome: ScoredCompletions | BaseException) -> StepRollouts:
+        """Tell every rank what the others have. Collective over all ranks, also for one whose share failed."""
+        failed = isinstance(outcome, BaseException)
+        everyone = all_gather_metadata(_describe(outcome) if failed else _metadata(outcome, self.groups.rank))
+        failures = {rank: told for rank, told in enumerate(everyone) if isinstance(told, _Failure)}
+        if failures:
+            rank, first = next(iter(failures.items()))
+            error = UserError(first.message) if first.by_user else RolloutFailedError(f"rank {rank}: {first.message}")
+            raise error from (outcome if failed else None)
+        records = sorted((record for told in everyone for record in told.records), key=lambda record: record.key)
+        rollouts = StepRollouts(
+            list(request.prompts),
+            {record.key: record for record in records},
+            outcome.completions,
+            request.completions_per_prompt,
+            generation_seconds=max(told.generation_seconds for told in everyone),
+            scoring_wait_seconds=max(told.scoring_wait_seconds for told in everyone),
+        )
+        request.lengths.observe(rollouts)
+        return rollouts
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    records: list[CompletionRecord]
+    generation_seconds: float
+    scoring_wait_seconds: float
+
+
+@dataclass(frozen=True)
+class _Failure:
+    message: str
+    by_user: bool  # a mistake of the user's, told in plain lines
+
+
+def _metadata(share: ScoredCompletions, rank: int) -> _Metadata:
+    records = [
+        CompletionRecord(key, rank, len(c.token_ids), c.finish_reason, share.rewards[key], min(version for _, version in c.weight_versions))
+        for key, c in share.completions.items()
+    ]
+    return _Metadata(records, share.generation_seconds, share.scoring_wait_seconds)
+
+
+def _describe(error: BaseException) -> _Failure:
+    by_user = isinstance(error, UserError)
+    return _Failure(str(error) if by_user else f"{type(error).__name__}: {error}", by_user)

@@ -17,8 +17,12 @@ def compute_rollout_metrics(rollouts: StepRollouts, counts: SamplingCounts, weig
         "rollout/dropped_groups": counts.dropped_groups,
         "rollout/refills": counts.refills,
         "rollout/weight_version": min((record.weight_version for record in records), default=weight_version),
+        "time/generation_seconds": rollouts.generation_seconds,
+        "time/scoring_wait_seconds": rollouts.scoring_wait_seconds,
     }
     if records:
+        ages = [weight_version - record.weight_version for record in records]
+        metrics["rollout/policy_age_mean"], metrics["rollout/policy_age_max"] = sum(ages) / len(ages), max(ages)
         metrics[names.REWARD] = sum(record.reward.value for record in records) / len(records)
         for name in records[0].reward.parts:
             metrics[f"reward/{name}"] = sum(record.reward.parts[name] for record in records) / len(records)

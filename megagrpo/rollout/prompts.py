@@ -1,6 +1,7 @@
 """Prompts: rows from a JSONL file or a callable, tokenised and checked once; then drawn in an order that can be resumed."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -73,6 +74,13 @@ class PromptSource:
         return len(self.prompts)
 
     def __getitem__(self, position: int) -> Prompt:
+        return self.prompts[position]
+
+    def with_id(self, prompt_id: int) -> Prompt:
+        """Return the prompt of a row; raises UserError where the row is gone or dropped."""
+        position = bisect_left(self.prompts, prompt_id, key=lambda prompt: prompt.id)
+        if position == len(self.prompts) or self.prompts[position].id != prompt_id:
+            raise UserError(f"data.source {self.config.source}: no prompt of row {prompt_id}, which a checkpoint has rollouts of")
         return self.prompts[position]
 
 

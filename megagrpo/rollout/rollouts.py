@@ -1,7 +1,7 @@
 """What a step's rollouts came to: metadata that every rank holds, token data that only the generating rank holds."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -30,6 +30,8 @@ class StepRollouts:
     records: Mapping[SampleKey, CompletionRecord]  # of every completion, in the order of the keys
     local: Mapping[SampleKey, Completion] = field(repr=False)  # those that this rank generated
     completions_per_prompt: int = 0
+    generation_seconds: float = 0.0  # of the slowest rank
+    scoring_wait_seconds: float = 0.0  # of the rank that waited longest for its last score
 
     def matrix(self, values: Mapping[SampleKey, float], fill: float = 0.0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Lay one number per completion out as [N, G]; missing completions get `fill`."""
@@ -67,11 +69,8 @@ def select_groups(rollouts: StepRollouts, groups: Sequence[int]) -> StepRollouts
     def renumber(entries: Mapping[SampleKey, object]) -> dict:
         return {(new_group[group], place): value for (group, place), value in entries.items() if group in new_group}
 
-    records = {
-        key: CompletionRecord(key, r.source_rank, r.length, r.finish_reason, r.reward, r.weight_version)
-        for key, r in sorted(renumber(rollouts.records).items())
-    }
-    return StepRollouts([rollouts.prompts[g] for g in groups], records, renumber(rollouts.local), rollouts.completions_per_prompt)
+    records = {key: replace(record, key=key) for key, record in sorted(renumber(rollouts.records).items())}
+    return replace(rollouts, prompts=[rollouts.prompts[group] for group in groups], records=records, local=renumber(rollouts.local))
 
 
 def concatenate(parts: Sequence[StepRollouts]) -> StepRollouts:
@@ -81,9 +80,16 @@ def concatenate(parts: Sequence[StepRollouts]) -> StepRollouts:
     local: dict[SampleKey, Completion] = {}
     for part in parts:
         offset = len(prompts)
-        for (group, place), r in part.records.items():
+        for (group, place), record in part.records.items():
             key = (group + offset, place)
-            records[key] = CompletionRecord(key, r.source_rank, r.length, r.finish_reason, r.reward, r.weight_version)
+            records[key] = replace(record, key=key)
         local |= {(group + offset, place): completion for (group, place), completion in part.local.items()}
         prompts += part.prompts
-    return StepRollouts(prompts, records, local, parts[0].completions_per_prompt)
+    return StepRollouts(
+        prompts,
+        records,
+        local,
+        parts[0].completions_per_prompt,
+        generation_seconds=sum(part.generation_seconds for part in parts),
+        scoring_wait_seconds=sum(part.scoring_wait_seconds for part in parts),
+    )

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from megagrpo.config.schema import Config
 from megagrpo.errors import UserError
 from megagrpo.policy.actor import AppliedUpdate
+from megagrpo.policy.logprob_gap import LogprobGap, check_logprob_gap
+from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.supervision.spikes import RollBack, SpikeGuard
 
 
@@ -15,7 +17,6 @@ class UpdateGate:
         """`note`: told what the user should know, on all ranks; rank 0 prints it."""
         self.config, self._note = config, note
         self.spikes = SpikeGuard(config.spikes)
-        self._gap_checked = False
         self._step, self._loss, self._count = 0, 0.0, 0
 
     def start_step(self, step: int) -> None:
@@ -30,14 +31,16 @@ class UpdateGate:
         """
         return mean is None or self._decide(self.spikes.find_in_rewards(mean))
 
-    def before_apply(self, metrics: Mapping[str, float]) -> None:
-        """Look at an update's metrics before its gradient is; the first one of a run must come from an engine that agrees.
+    def before_apply(self, metrics: Mapping[str, float], gap: LogprobGap | None, rollouts: StepRollouts) -> None:
+        """Look at an update's metrics before its gradient is; the first one of a step must come from an engine that agrees.
 
         Raises:
             UserError: rollout.max_logprob_gap is exceeded.
         """
         self._loss = metrics.get("loss", 0.0)
-        self._check_gap(metrics)
+        warning = check_logprob_gap(gap, rollouts, self.config.rollout, self._step)
+        if warning is not None:
+            self._note(f"warning: {warning}")
 
     def accepts(self, grad_norm: float) -> bool:
         """Say whether the update that `before_apply` saw is applied.
@@ -77,16 +80,3 @@ class UpdateGate:
             raise RollBack(f"step {self._step}: {found}")
         self._note(f"warning: step {self._step}: {found}" + ("; the update is skipped" if action == "skip" else ""))
         return action == "warn"
-
-    def _check_gap(self, metrics: Mapping[str, float]) -> None:
-        if self._gap_checked:
-            return
-        self._gap_checked = True
-        limit = self.config.rollout.max_logprob_gap
-        gap = metrics.get("rollout_gap_max", metrics.get("actor_rollout_gap_max", 0.0))
-        if limit is None or gap <= limit:
-            return
-        message = f"step {self._step}: engine and actor log-probs differ by up to {gap:.3e}, rollout.max_logprob_gap is {limit:.3e}"
-        if self.config.rollout.logprob_gap_action == "stop":
-            raise UserError(f"{message}; nothing was updated")
-        self._note(f"warning: {message}")

@@ -3,7 +3,9 @@
 REWARD = "reward/mean"
 LOSS = "loss/total"
 GRAD_NORM = "optimizer/grad_norm"
-LOGPROB_GAP = "rollout/max_logprob_gap"  # largest |engine - actor| log-prob of a step's tokens, before its first update
+LOGPROB_GAP = (
+    "rollout/max_logprob_gap"  # largest |engine - actor| log-prob before a step's first update, of what the actor's own weights sampled
+)
 GENERATED_TOKENS = "rollout/generated_tokens"  # over all ranks
 SKIPPED_UPDATES = "update/skipped_nonfinite"  # updates of the step that all ranks skipped
 STEP_SECONDS = "time/step_seconds"  # wall-clock, without evaluation and checkpoint

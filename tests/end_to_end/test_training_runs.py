@@ -1,6 +1,7 @@
 """Whole runs: files, first-step identities, the same tokens everywhere, resuming, and every algorithm option in the loop."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -28,6 +29,7 @@ VARIANTS = {
     "dapo": ["algorithm.preset=dapo", "algorithm.kl.coef=0", "algorithm.dynamic_sampling.max_refills=2"],
     "no_signal": ["algorithm.preset=dapo", f"rewards.functions.0.name={Path(__file__).parent / 'constant_reward.py'}:constant"],
     "top_k": ["rollout.top_k=5", "rollout.max_logprob_gap=null"],
+    "gap_warned": ["rollout.max_logprob_gap=1e-12", "rollout.logprob_gap_action=warn"],
     "unpacked": ["update.packing=false"],
     "recompute": ["update.recompute=full"],
 }
@@ -148,6 +150,13 @@ def test_options_without_effect_on_the_maths_change_nothing(variants, rows_of):
     first = {name: rows_of(variants[name])[1] for name in ("unpacked", "recompute", "corrected", "rejecting")}
     for name, row in first.items():
         assert row["optimizer/grad_norm"] == pytest.approx(first["unpacked"]["optimizer/grad_norm"], rel=1e-5), name
+
+
+def test_a_gap_beyond_its_limit_names_the_token_in_every_step(variants):
+    log = (variants["gap_warned"] / "log.txt").read_text()
+    for step in (1, 2):
+        pattern = rf"warning: step {step}: engine and actor log-probs differ by up to \S+, .*: prompt \d+, completion \d, token \d+ "
+        assert re.search(pattern + rf"\(id \d+\): engine -\S+, actor -\S+, weight version {step - 1}\n", log), log
 
 
 def test_refills_are_bounded_and_counted(variants, rows_of):

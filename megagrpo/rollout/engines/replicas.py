@@ -23,6 +23,13 @@ def owner_of_replica(replica: int, world_size: int, num_replicas: int) -> int:
     return -(-replica * world_size // num_replicas)
 
 
+def replicas_of_ranks(config: Config, world_size: int) -> list[int]:
+    """Return the replica that each rank generates through; an embedded engine is every rank's own."""
+    if config.engine.name in EMBEDDED_ENGINES:
+        return list(range(world_size))
+    return [replica_of_rank(rank, world_size, config.engine.num_replicas) for rank in range(world_size)]
+
+
 def build_rollout_engine(
     config: Config, groups: ParallelGroups, hf_folder: str | Path, tokenizer: Any, device: torch.device, dtype: torch.dtype
 ) -> Engine:

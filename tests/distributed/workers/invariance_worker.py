@@ -133,7 +133,8 @@ def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> 
     )
     losses, norms, load_ratios = [], [], []
     for step in range(dense_grpo.STEPS):
-        result = updater.run(make_rollouts(step, hf.vocab_size), lambda k: dense_grpo.LR, lambda metrics: losses.append(metrics["loss"]))
+        rollouts = make_rollouts(step, hf.vocab_size)
+        result = updater.run(rollouts, lambda k: dense_grpo.LR, lambda metrics, gap: losses.append(metrics["loss"]))
         norms += [applied.grad_norm for applied in result.applied]
         if hf.num_experts:
             load_ratios.append([result.metrics[f"expert_load_ratio/layer_{layer}"] for layer in range(hf.num_layers)])

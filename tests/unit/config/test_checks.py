@@ -127,6 +127,12 @@ def test_defaults_have_no_problem(run_file):
             "rollout.max_logprob_gap: 0.0001: with rollout.top_k 20 the engine's log-probs are over the tokens it kept, "
             "the actor's over all; leave it out, or take top_p 1 and top_k 0",
         ),
+        (
+            1,
+            ["rollout.off_policy=one_step_off"],
+            "rollout.off_policy: one_step_off: completions come from older weights, and nothing corrects for it; set "
+            "algorithm.correction (say, importance: token), or algorithm.old_logprobs: engine, whose ratio holds the difference",
+        ),
         (1, ["rollout.stop_token_ids=[7, 100, -1]"], "rollout.stop_token_ids: 100, -1: the model's token ids are 0 to 99"),
         (
             1,

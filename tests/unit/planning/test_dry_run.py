@@ -119,6 +119,13 @@ def test_dry_run_builds_no_model_and_no_process_group(run_file):
     assert not {"megatron", "megatron.core", "transformers", "megagrpo.trainer"} & imported
 
 
+def test_a_loss_without_a_ratio_does_not_correct_for_older_weights(run_file):
+    overrides = ["rollout.off_policy=one_step_off", "algorithm.old_logprobs=engine"]
+    verify_components(load_config(run_file, overrides))  # ppo_clip has one
+    with pytest.raises(ConfigError, match=r"algorithm\.loss: policy_gradient: has no ratio, so nothing corrects"):
+        verify_components(load_config(run_file, [*overrides, "algorithm.loss=policy_gradient"]))
+
+
 def test_misspelt_components_are_told_together(run_file):
     overrides = [
         "algorithm.loss=ppo_clp",

@@ -1,0 +1,107 @@
+"""A rollout pipeline on one rank, with an engine and rewards that do what a test tells them."""
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from megagrpo.config.load import load_config
+from megagrpo.rollout.generation import RolloutGenerator
+from megagrpo.rollout.pipeline import RolloutPipeline
+from megagrpo.rollout.prompts import PromptSampler
+from megagrpo.types import Completion, Prompt, Reward
+
+
+class ScriptedEngine:
+    """Completions of `length_of(prompt)` tokens under `version`; `before(prompt)` runs first, and may wait or raise."""
+
+    def __init__(self):
+        self.version = 0
+        self.asked = []  # (step, prompt id, completion index) of every completion
+        self.length_of = lambda prompt: 2
+        self.before = lambda prompt: None
+        self.aborted = False
+
+    def generate(self, prompts, sampling, completion_indices, on_group=None):
+        groups = []
+        for position, prompt in enumerate(prompts):
+            self.before(prompt)
+            self.asked += [(sampling.step, prompt.id, index) for index in completion_indices]
+            length = self.length_of(prompt)
+            groups.append(
+                [
+                    Completion(
+                        prompt.id,
+                        index,
+                        np.arange(length) + index,
+                        np.full(length, -0.1 * (index + 1), np.float32),
+                        "stop",
+                        ((0, self.version),),
+                        f"{prompt.id} {index}",
+                    )
+                    for index in completion_indices
+                ]
+            )
+            on_group(position, groups[-1])
+        return groups
+
+    def abort(self):
+        self.aborted = True
+
+
+class ScriptedRewards:
+    """The reward is the completion's index; scores at once, in the caller's thread."""
+
+    def submit(self, prompts, completions):
+        future = Future()
+        future.set_result([Reward(float(completion.index), {"index": float(completion.index)}) for completion in completions])
+        return future
+
+
+class TenPrompts:
+    """A source of ten prompts."""
+
+    def __init__(self, config):
+        self.config = config.data
+        self.prompts = [Prompt(number, str(number), (1, 2)) for number in range(10)]
+
+    def __len__(self):
+        return len(self.prompts)
+
+    def __getitem__(self, position):
+        return self.prompts[position]
+
+    def with_id(self, prompt_id):
+        return self.prompts[prompt_id]
+
+
+@pytest.fixture
+def engine():
+    return ScriptedEngine()
+
+
+@pytest.fixture(scope="session")
+def one_rank():
+    """A process group of one rank; sets up and leaves nothing that another test could see."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class OneRank:
+    rank, world_size = 0, 1
+
+
+@pytest.fixture
+def build_pipeline(one_rank, engine):
+    """A function (overrides) -> a pipeline of 3 prompts a step, 2 completions each, over 4 steps."""
+
+    def build(*overrides):
+        sizes = ["rollout.prompts_per_step=3", "rollout.completions_per_prompt=2", "run.steps=4"]
+        config = load_config("examples/quickstart/quickstart.yaml", [*sizes, "algorithm.correction.importance=token", *overrides])
+        sampler = PromptSampler(TenPrompts(config), seed=0)
+        return RolloutPipeline(config, RolloutGenerator(engine, ScriptedRewards(), OneRank(), [0]), sampler)
+
+    return build
