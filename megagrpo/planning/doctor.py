@@ -25,7 +25,7 @@ def format_doctor(hardware: Hardware | None = None) -> str:
     hardware = hardware or detect_hardware()
     rows = [("package " + name, version) for name, version in package_versions().items()]
     rows += _hardware_rows(hardware)
-    rows += [(f"engine {name}", "found" if is_installed(name) else "not in this environment") for name in _ENGINES]
+    rows += [(f"engine {name}", _engine_place(name)) for name in _ENGINES]
     rows += [(f"optional {name}", f"missing: needed for {use}") for name, use in _OPTIONAL.items() if not is_installed(name)]
     if is_wrong_apex():
         rows.append(("apex", "this is PyPI's web toolkit, not NVIDIA Apex: pip uninstall apex"))
@@ -36,6 +36,13 @@ def format_doctor(hardware: Hardware | None = None) -> str:
 def is_installed(module: str) -> bool:
     """Return whether the top-level `module` could be imported; it is not."""
     return importlib.util.find_spec(module) is not None
+
+
+def _engine_place(name: str) -> str:
+    if is_installed(name):
+        return "found"
+    own = Path(".engines") / name  # where `make engines` puts it
+    return f"found in {own}" if (own / "bin" / "python").is_file() else "neither in this environment nor in .engines (make engines)"
 
 
 def is_wrong_apex() -> bool:

@@ -1,8 +1,28 @@
-"""Options of a server as command-line arguments."""
+"""Options of a server as command-line arguments, and its devices."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
+
+from megagrpo.errors import UserError
+
+
+def device_environment(first: int, count: int, visible: str | None) -> dict[str, str]:
+    """Return what gives a server `count` CUDA devices from the rank's own on: replicas of one machine must not meet on the first ones.
+
+    Args:
+        first: index of the rank's device among those that this process sees.
+        visible: this process's CUDA_VISIBLE_DEVICES; None: it sees all.
+
+    Raises:
+        UserError: this process does not see so many.
+    """
+    if visible is None:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + count)))}
+    devices = visible.split(",")[first : first + count]
+    if len(devices) < count:
+        raise UserError(f"engine.tensor_parallel: {count}: devices from number {first} on are wanted, CUDA_VISIBLE_DEVICES is {visible}")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
 def command_line_arguments(options: Mapping[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """Engine `vllm`: vLLM's API server with our weight receiver in its workers."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megagrpo.rollout.engines.python_environment import PACKAGES
 from megagrpo.rollout.engines.remote import HOST_FOLDER, RemoteEngine
 from megagrpo.rollout.engines.remote_weights import Ack
 from megagrpo.rollout.engines.request_checks import prompt_seed
-from megagrpo.rollout.engines.server_arguments import command_line_arguments
+from megagrpo.rollout.engines.server_arguments import command_line_arguments, device_environment
 from megagrpo.types import Prompt, SamplingParams
 
 _REQUEST_PREFIX = "generate-tokens-"  # the server's own, before the request ids of its generate route
@@ -85,6 +86,9 @@ class VllmEngine(RemoteEngine):
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its own binding leaves a core out and can't know of the trainer's ranks
                 "TORCHDYNAMO_DISABLE": "1",  # the first request with log-probs would compile for seconds
             }
+        else:
+            first = self.device.index or 0
+            environment |= device_environment(first, self.config.tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES"))
         return environment
 
     def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:

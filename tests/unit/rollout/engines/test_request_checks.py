@@ -2,8 +2,11 @@
 
 import itertools
 
+import pytest
+
+from megagrpo.errors import UserError
 from megagrpo.rollout.engines.request_checks import consecutive_runs, prompt_seed
-from megagrpo.rollout.engines.server_arguments import command_line_arguments
+from megagrpo.rollout.engines.server_arguments import command_line_arguments, device_environment
 from megagrpo.types import Prompt, SamplingParams
 
 
@@ -22,6 +25,13 @@ def test_the_seeds_of_completions_differ_between_prompts_steps_and_run_seeds_and
     ordered = sorted(seeds)
     assert min(high - low for low, high in itertools.pairwise(ordered)) > 2**20  # far more than completions of a prompt
     assert ordered[0] >= 0 and ordered[-1] < 2**62
+
+
+def test_every_replica_of_a_machine_has_devices_of_its_own():
+    assert device_environment(2, 2, None) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert device_environment(1, 2, "4,5,6") == {"CUDA_VISIBLE_DEVICES": "5,6"}
+    with pytest.raises(UserError, match=r"engine.tensor_parallel: 2: devices from number 2 on are wanted, CUDA_VISIBLE_DEVICES is 4,5,6"):
+        device_environment(2, 2, "4,5,6")
 
 
 def test_options_become_arguments():
