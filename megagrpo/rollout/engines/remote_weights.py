@@ -41,11 +41,12 @@ class ServerWeights(WeightTransaction):
         self._sharded_shapes: dict[Hashable, torch.Size] | None = None
         self._server, self._is_owner = server, is_owner
         self._layout: str | None = None  # of the open transaction's buckets
+        self._is_paused = False  # by the open transaction
 
     def begin(self, version: int) -> None:
         """Open a transaction; its first bucket says in which layout."""
         super().begin(version)
-        self._layout = None
+        self._layout, self._is_paused = None, False
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take full tensors under their HF names; see Engine.load."""
@@ -69,7 +70,9 @@ class ServerWeights(WeightTransaction):
             return []
         for key, shape in keys:
             self.check(key, shape)
-        self._server.pause(abort=False)
+        if not self._is_paused:
+            self._server.pause(abort=False)
+            self._is_paused = True
         self.mark_overwritten()
         acks = self._server.send_bucket(manifest)
         expected = [build_ack(manifest, rank) for rank in range(self._server.engine_ranks)]

@@ -45,7 +45,7 @@ def test_loaded_tensors_reach_the_server_bit_for_bit_after_it_was_paused():
     weights.begin(1)
     weights.load(sent.items())
     weights.check_complete(1)
-    assert server.asked[0] == "pause"
+    assert server.asked[0] == "pause" and len(server.asked) == 2
     for name, tensor in server.asked[1].items():
         assert torch.equal(tensor, sent[name])
     assert not list(SHARED_MEMORY.glob("megagrpo_bucket_*"))
@@ -101,6 +101,18 @@ def test_sharded_tensors_are_counted_for_each_engine_rank():
         weights.receive(manifest_of(("a", (2, 3), None)))
     weights.receive(manifest_of(("ab", (6,), 1), layout="sharded"))
     weights.check_complete(1)
+
+
+def test_a_server_is_paused_once_in_every_update():
+    server = Server()
+    weights = ServerWeights(SHAPES, server, is_owner=True)
+    for version in (1, 2):
+        weights.begin(version)
+        weights.receive(manifest_of(("a", (2, 3), None), version=version))
+        weights.receive(manifest_of(("b", (4,), None), version=version))
+        weights.check_complete(version)
+        weights.mark_complete(version)
+    assert server.asked == ["pause", "bucket", "bucket"] * 2
 
 
 def test_a_bucket_of_another_version_is_refused_before_the_server_hears_of_it():
