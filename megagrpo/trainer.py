@@ -23,6 +23,7 @@ from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag, destr
 from megagrpo.policy.logprob_gap import LogprobGap
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update import UpdateResult
+from megagrpo.rollout.engines.base import asleep
 from megagrpo.rollout.generation import RolloutFailedError
 from megagrpo.rollout.metrics import compute_rollout_metrics
 from megagrpo.rollout.rollouts import StepRollouts
@@ -123,7 +124,7 @@ class Trainer:
         metrics = compute_rollout_metrics(rollouts, counts, self.state.weight_version)
         self._stop_if_asked()
         self._is_step_untouched = True
-        with self.timers.phase("update"):
+        with self.timers.phase("update"), asleep(self.session.generator.engine, self.config.engine.sleep_while_training):
             result = self._update(rollouts) if self.gate.accepts_rewards(metrics.get(names.REWARD)) else UpdateResult({})
         with self.timers.phase("rollout"):
             self.session.pipeline.wait()  # the engine's weights are overwritten next

@@ -7,12 +7,14 @@ from urllib.parse import urlsplit
 from megagrpo.config.schema import Config, EngineConfig
 
 EMBEDDED_ENGINES = ("transformers",)  # they live in the ranks
-_EVERY_ENGINE = ("name", "max_batch_completions", "max_prefill_tokens")
+_EVERY_ENGINE = ("name", "max_batch_completions", "max_prefill_tokens", "sleep_while_training")
 
 
 def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong, one line each."""
     engine = config.engine
+    if engine.sleep_while_training and config.rollout.off_policy != "synchronous":
+        yield f"engine.sleep_while_training: true: rollout.off_policy {config.rollout.off_policy} generates during updates"
     if engine.name in EMBEDDED_ENGINES:
         yield from _check_unused(engine)
         return

@@ -87,6 +87,7 @@ class EngineConfig(Section):
     name: str = Field("transformers", description="registered engine")
     max_batch_completions: PositiveInt = Field(256, description="completions decoded at once by one replica")
     max_prefill_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill batch, padding included")
+    sleep_while_training: bool = Field(False, description="give accelerator memory back during updates; for engines on the actor's devices")
     python: str | None = Field(None, description="Python of the engine's environment; null: this one, else .engines/NAME of `make engines`")
     replicas: PositiveInt = Field(1, description="servers that are started; they share the prompts")
     tensor_parallel: PositiveInt = Field(1, description="tensor parallel size of one replica")

@@ -1,7 +1,8 @@
 """The contract of a rollout engine. Its tests are tests/contracts/test_engine_contract.py and test_engine_update_contract.py."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +106,18 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything; further calls but `health` and `close` are errors."""
+
+
+@contextmanager
+def asleep(engine: Engine, wanted: bool) -> Iterator[None]:
+    """Let `engine` sleep while the context lasts, if `wanted`. All ranks that share its server must have ended their rollouts."""
+    if wanted:
+        engine.sleep()
+    try:
+        yield
+    finally:
+        if wanted:
+            engine.wake()
 
 
 ENGINES: Registry[Callable[..., Engine]] = Registry("engine")

@@ -25,6 +25,11 @@ def problems_of(tmp_path, monkeypatch):
     ("world_size", "overrides", "expected"),
     [
         (1, ["engine.replicas=2"], "engine.replicas: 2: engine.name transformers lives in the ranks, it has no server"),
+        (
+            1,
+            ["engine.sleep_while_training=true", "rollout.off_policy=one_step_off"],
+            "engine.sleep_while_training: true: rollout.off_policy one_step_off generates during updates",
+        ),
         (2, ["engine.name=vllm", "engine.replicas=3"], "engine.replicas: 3 replicas: at most one for each of the 2 ranks"),
         (1, ["engine.name=vllm", "engine.addresses=[node1:8000]"], "engine.addresses.0: node1:8000: is not of the form http://HOST:PORT"),
         (1, ["engine.name=vllm", "engine.addresses=['http://a:x']"], "engine.addresses.0: http://a:x: is not of the form http://HOST:PORT"),
