@@ -100,16 +100,17 @@ def build_groups(layout: ParallelLayout, timeout_seconds: int) -> ParallelGroups
 def _start_process_group(timeout: timedelta) -> None:
     """Join the ranks that torchrun started; a single process needs no launcher and no port.
 
-    Each start of a process uses keys of its own in the launcher's store: those of a group that was destroyed name dead sockets.
+    Each start of a process, and each restart of the ranks by torchrun, uses keys of its own in the launcher's store, which outlives them:
+    those of a group that was destroyed, or of ranks that died, name dead sockets.
     """
-    number = next(_starts)
+    start = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/start_{next(_starts)}"
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     else:
         store, rank, world_size = dist.HashStore(), 0, 1
     store.set_timeout(timeout)
     dist.init_process_group(
-        device_module.backend(), timeout=timeout, store=dist.PrefixStore(f"start_{number}", store), rank=rank, world_size=world_size
+        device_module.backend(), timeout=timeout, store=dist.PrefixStore(start, store), rank=rank, world_size=world_size
     )
 
 
