@@ -13,6 +13,7 @@ from megagrpo.checkpoint.lock import RunLock, hold_run_folder
 from megagrpo.config.checks import build_layout, sequence_alignment, token_alignment
 from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
 from megagrpo.config.schema import Config, EvaluationSetConfig
+from megagrpo.device.device import set_deterministic
 from megagrpo.errors import UserError
 from megagrpo.models.build import StageModel, build_transformer_config, load_stage_model
 from megagrpo.models.family import read_hf_config
@@ -69,6 +70,7 @@ def build_session(config: Config, device: torch.device) -> Session:
         UserError: anything about the model, the data or the rewards that the user can mend; before the models are built where it
             can be known by then.
     """
+    set_deterministic(config.run.deterministic)
     precision = build_precision(config.precision.recipe)
     use_te = uses_transformer_engine(config.model.attention)
     hf_folder = hf_folder_of(config.model.path)
@@ -91,6 +93,7 @@ def build_session(config: Config, device: torch.device) -> Session:
             config.update.recompute,
             moe_dispatcher=config.parallel.moe_dispatcher,
             router_aux_loss_coef=config.update.router_aux_loss_coef,
+            deterministic_mode=config.run.deterministic,
         )
         return load_stage_model(config.model.path, hf, transformer_config, groups, device, use_te)
 

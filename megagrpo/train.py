@@ -81,8 +81,10 @@ def _run(options: argparse.Namespace) -> None:
     num_ranks = options.world_size or world_size()
     config = load_config(options.config, options.overrides)
     verify_config(config, num_ranks)
-    from megagrpo.device.launch import set_thread_environment
+    from megagrpo.device.launch import set_deterministic_environment, set_thread_environment
 
+    if config.run.deterministic:
+        set_deterministic_environment()
     set_thread_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     from megagrpo.planning.components import verify_components  # the first import of torch
 

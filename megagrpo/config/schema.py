@@ -25,6 +25,9 @@ class RunConfig(Section):
     allow_config_changes: Annotated[tuple[str, ...], FREE] = Field(
         (), description="sections or fields, as optimizer.lr, that may differ from the checkpoint's when a run goes on from it"
     )
+    deterministic: Annotated[bool, FREE] = Field(
+        False, description="two runs are equal to the bit on GPUs too, slower; on the CPU they always are"
+    )
     max_nonfinite_steps: Annotated[PositiveInt, FREE] = Field(3, description="stop after this many skipped (non-finite) updates in a row")
     collective_timeout_seconds: Annotated[PositiveInt, FREE] = Field(
         600, description="a collective that waits longer than this ends the run"

@@ -46,6 +46,15 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
+def set_deterministic(is_on: bool) -> None:
+    """Let torch use, for this whole process, only algorithms whose result is a function of their inputs; others raise.
+
+    The environment of `launch.set_deterministic_environment` belongs to it on CUDA, and is read before.
+    """
+    torch.use_deterministic_algorithms(is_on)
+    torch.backends.cudnn.benchmark = False
+
+
 def megatron_region() -> AbstractContextManager:
     """Return the context manager that Megatron code runs in; it does nothing on CUDA."""
     if has_cuda():

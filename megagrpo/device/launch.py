@@ -21,6 +21,22 @@ def thread_environment(local_world_size: int, cpu_count: int | None = None) -> d
     }
 
 
+# Read by cuBLAS, NCCL and Transformer Engine when they are first used. cuBLAS sums in one order only with a workspace of fixed size; NCCL
+# picks its algorithm and protocol by measuring, and each sums in another order; Transformer Engine's fastest backward passes use atomics.
+DETERMINISTIC_ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+
+
+def set_deterministic_environment() -> None:
+    """Apply DETERMINISTIC_ENVIRONMENT to this process, before anything uses a device; values that the user has set stay."""
+    for name, value in DETERMINISTIC_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 def set_thread_environment(local_world_size: int) -> None:
     """Apply `thread_environment` to this process; values that the user has set stay.
 

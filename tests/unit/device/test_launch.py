@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megagrpo.device.launch import set_thread_environment, thread_environment
+from megagrpo.device.launch import set_deterministic_environment, set_thread_environment, thread_environment
 
 
 @pytest.mark.parametrize(("ranks", "cores", "threads"), [(1, 2, "2"), (2, 2, "1"), (4, 2, "1"), (4, 64, "16")])
@@ -34,3 +34,14 @@ def test_setting_threads_after_torch_is_an_error():
 def test_importing_the_package_and_its_configuration_imports_no_torch():
     code = "import sys, megagrpo.config.load, megagrpo.config.checks, megagrpo.train; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
+
+
+def test_the_deterministic_environment_keeps_the_users_values(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_PROTO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+    set_deterministic_environment()
+    import os
+
+    assert (os.environ["NCCL_ALGO"], os.environ["CUBLAS_WORKSPACE_CONFIG"]) == ("Tree", ":4096:8")
