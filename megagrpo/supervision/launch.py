@@ -21,8 +21,8 @@ from megagrpo.supervision import exit_codes
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-def run_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0) -> int:
-    """Run `megagrpo.train` with `arguments` on `num_ranks` processes; return the exit code. Main thread only.
+def run_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0, module: str = "megagrpo.train") -> int:
+    """Run `python -m module` with `arguments` on `num_ranks` processes; return the exit code. Main thread only.
 
     They meet on the loopback at a port that the system picks while the store opens it, so nothing can take it between.
     """
@@ -40,7 +40,7 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0) -
     _quiet_agent()
     try:
         with _signals_go_to_ranks():
-            elastic_launch(config, sys.executable)("-m", "megagrpo.train", *arguments)
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
         return _explain(list(error.failures.items()))
     return exit_codes.DONE

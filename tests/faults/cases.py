@@ -1,6 +1,7 @@
 """The faults."""
 
 from chains import Case, Chain
+from storage_cases import FOLDERS, SAVES
 
 LAST = 1  # the last rank of two
 
@@ -132,4 +133,64 @@ SHORT = Chain(
     ],
 )
 
-CHAINS = [KILLS, ERRORS, SIGNALS, STALLS]
+FOUR = Chain(
+    "tp2pp2",
+    4,
+    ["parallel.tp=2", "parallel.pp=2"],
+    [
+        killed("killed in the backward pass", "forward_backward.enter", 1, rank=3),
+        raises("an error in the first stage", "apply.enter", 2, rank=0),
+        stopped("SIGUSR1 on a rank of the first stage", "exchange.enter", 3, "usr1", rank=1),
+        [
+            Case(
+                "a rank is frozen while its peers wait",
+                "resumes",
+                [at("exchange.enter", "freeze", 6, rank=2)],
+                says=r"(?s)rank \d stalled in step 6, phase \w+: no progress.*without an answer .*: rank 2",
+            )
+        ],
+    ],
+)
+
+BACKGROUND = Chain(
+    "background",
+    2,
+    ["checkpoint.asynchronous=true"],
+    [
+        killed("killed while the last save is being written", "generate.enter", 3),
+        stopped("SIGTERM while the last save is being written", "generate.enter", 5, "term"),
+        raises("an error while the last save is being written", "exchange.enter", 7, rank=0),
+    ],
+)
+
+LAUNCHERS = Chain(
+    "launchers",
+    2,
+    ["parallel.tp=2"],
+    [
+        [
+            Case("megagrpo run: killed once", "restarts", [at("update.enter", "kill", 2)], says="rank 1 died in", launcher="megagrpo run"),
+            Case(
+                "megagrpo run: SIGTERM after a restart",
+                "stops",
+                [at("generate.enter", "term", 4, only=1)],
+                says="stopped by SIGTERM after step 3",
+                launcher="megagrpo run",
+                codes=[0],
+            ),
+        ],
+        [
+            Case("torchrun: an error once", "restarts", [at("update.enter", "raise", 5)], says="rank 1 failed in", launcher="torchrun"),
+            Case(
+                "torchrun: the launcher killed",
+                "stops",
+                [at("update.enter", "kill_launcher", 7, only=1)],
+                says="stopped by the launcher is gone after step 6",
+                launcher="torchrun",
+                codes=[-9],
+            ),
+        ],
+    ],
+)
+
+CHAINS = [KILLS, ERRORS, SIGNALS, STALLS, FOUR, BACKGROUND, SAVES, FOLDERS, LAUNCHERS]

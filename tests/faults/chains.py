@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ class Case:
     """One fault, and what it must come to.
 
     outcome: `resumes`: the launch ends with an error, told once, and the next one goes on; `stops`: it saves and ends with 0; `goes on`:
-    the launch goes on as if nothing had been; `refuses`: the launch ends with a clear error, and nothing in the folder has changed.
+    the launch goes on as if nothing had been; `restarts`: the launcher starts the ranks again; `refuses`: the launch ends with a clear
+    error, and nothing in the folder has changed.
     """
 
     name: str
@@ -28,6 +28,8 @@ class Case:
     tamper: Callable[[Path], None] | None = None  # done to the run folder before the launch
     mend: Callable[[Path], None] | None = None  # done to it afterwards
     overrides: Sequence[str] = ()
+    launcher: str = "fleet"  # or `megagrpo run`, `torchrun`: those that real runs are started with, restarts allowed
+    codes: Sequence[int] | None = None  # exit codes of the launch, where they are not 0 or an error's by the outcome
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Chain:
     @property
     def last_step(self) -> int:
         """The last step that a fault hits."""
-        return max(fault["step"] or 0 for cases in self.launches for case in cases for fault in case.faults)
+        return max(fault.get("step") or 0 for cases in self.launches for case in cases for fault in case.faults) or 1
 
 
 @dataclass
@@ -61,7 +63,8 @@ class Result:
         return {name: getattr(self, name) for name in ("fault", "outcome", "recover_seconds", "steps_lost", "bit_equal")}
 
 
-OUTCOMES = {"resumes": "resumed", "stops": "saved and stopped", "goes on": "went on", "refuses": "refused"}
+OUTCOMES = {"resumes": "resumed", "stops": "saved and stopped", "goes on": "went on", "restarts": "restarted", "refuses": "refused"}
+GOES_ON = ("goes on", "restarts")
 
 
 class ChainRun:
@@ -84,78 +87,89 @@ class ChainRun:
         return results
 
     def _run_launch(self, cases: Sequence[Case], waiting: list[tuple[Result, int, float]]) -> list[Result]:
+        had = newest_checkpoint(self.broken)
         for case in cases:
             if case.tamper:
                 case.tamper(self.broken)
-        before = snapshot(self.broken) if any(case.outcome == "refuses" for case in cases) else {}
+        refuses = any(case.outcome == "refuses" for case in cases)
+        before = snapshot(self.broken) if refuses else {}
         started = time.time()
         overrides = [override for case in cases for override in case.overrides]
-        ended = self._launch(self.broken, overrides, [fault for case in cases for fault in case.faults])
-        finished = time.time()
+        faults = [fault for case in cases for fault in case.faults]
+        ended = self._launch(self.broken, overrides, faults, next((case.launcher for case in cases), "fleet"))
+        span = (started, time.time())
+        if not cases and any(ended.codes):
+            raise RuntimeError(f"the last launch of {self.chain.name} ended with {ended.codes}:\n{ended.output[-3000:]}")
+        if not refuses:
+            self._measure_recovery(ended, started, waiting)
+        results = []
+        for case in cases:
+            result = Result(f"{self.chain.name}: {case.name}", OUTCOMES[case.outcome])
+            results.append(result)
+            self._judge(case, result, ended)
+            if refuses:
+                result.steps_lost = 0
+                result.problems += ["the run folder has changed"] if snapshot(self.broken) != before else []
+            else:
+                self._measure(case, result, ended, span, had, waiting)
+            if case.mend:
+                case.mend(self.broken)
+        self._compare_rows(results)
+        return results
+
+    def _launch(self, run_dir: Path, overrides: Sequence[str], faults: list[dict], launcher: str = "fleet") -> Ended:
+        arguments = [*self.config, *self.chain.overrides, f"run.dir={run_dir}", *overrides]
+        return self.fleet.launch(self.chain.ranks, arguments, run_dir, faults, launcher)
+
+    def _judge(self, case: Case, result: Result, ended: Ended) -> None:
+        if "hung" in ended.codes:
+            result.problems.append(f"a rank had to be killed: {ended.codes}")
+        if case.codes is not None and ended.codes != list(case.codes):
+            result.problems.append(f"the launch ended with {ended.codes}")
+        elif case.outcome not in GOES_ON and case.codes is None:
+            if any((code == 0) != (case.outcome == "stops") for code in ended.codes):
+                result.problems.append(f"the ranks ended with {ended.codes}")
+            if len(TOLD.findall(ended.output)) > 1 or ended.output.count("Traceback") > 1:
+                result.problems.append("the error is told more than once")
+        if case.says and not re.search(case.says, ended.output):
+            result.problems.append(f"the output does not hold {case.says!r}")
+        if case.faults and not self._met(case, ended):
+            result.problems.append("the fault was never met")
+        if result.problems:
+            result.problems.append(f"output:\n{ended.output[-3000:]}")
+
+    def _met(self, case: Case, ended: Ended) -> list[dict]:
+        kinds = {(fault["point"], fault["action"]) for fault in case.faults}
+        return [note for note in ended.notes if note["kind"] == "fault" and (note["point"], note["action"]) in kinds]
+
+    def _measure(self, case: Case, result: Result, ended: Ended, span: tuple[float, float], had: int, waiting: list) -> None:
+        """Fill in steps lost and, where this launch shows them, the seconds to recover; otherwise the next launch is waited for."""
+        resumed = [int(step) for step in re.findall(r"resumed after step (\d+)", ended.output)] or [0]
+        met = self._met(case, ended)
+        if case.tamper and not met:
+            result.steps_lost = had - resumed[0]
+            again = self._row_time(ended, had) if result.steps_lost else span[0]
+            result.recover_seconds = None if again is None else round(again - span[0], 1)
+        elif met and case.outcome in GOES_ON:
+            at, step = met[0]["time"], met[0]["step"] or 0
+            again = self._row_time(ended, step)
+            result.steps_lost = step - resumed[-1] if case.outcome == "restarts" else 0
+            result.recover_seconds = None if again is None else round(max(0.0, again - at), 1)
+        elif met:
+            at, step = met[0]["time"], met[0]["step"] or 0
+            result.steps_lost = max(0, step - newest_checkpoint(self.broken))
+            result.recover_seconds = 0.0 if result.steps_lost == 0 else None
+            if result.steps_lost:
+                waiting.append((result, step, span[1] - at))
+
+    def _measure_recovery(self, ended: Ended, started: float, waiting: list[tuple[Result, int, float]]) -> None:
         for result, step, seconds in waiting:
             again = self._row_time(ended, step)
             if again is None:
                 result.problems.append(f"step {step} was not reached again: {ended.output[-1500:]}")
             else:
                 result.recover_seconds = round(seconds + again - started, 1)
-        if not any(case.outcome == "refuses" for case in cases):
-            waiting.clear()
-        results = []
-        for case in cases:
-            result = Result(f"{self.chain.name}: {case.name}", OUTCOMES[case.outcome])
-            results.append(result)
-            self._judge(case, result, ended)
-            if case.outcome == "refuses":
-                if snapshot(self.broken) != before:
-                    result.problems.append("the run folder has changed")
-                result.steps_lost = 0
-            else:
-                self._measure(case, result, ended, finished, waiting)
-            if case.mend:
-                case.mend(self.broken)
-        if not cases and any(ended.codes):
-            raise RuntimeError(f"the last launch of {self.chain.name} ended with {ended.codes}:\n{ended.output[-3000:]}")
-        self._compare_rows(results)
-        return results
-
-    def _launch(self, run_dir: Path, overrides: Sequence[str], faults: list[dict]) -> Ended:
-        return self.fleet.launch(self.chain.ranks, [*self.config, *self.chain.overrides, f"run.dir={run_dir}", *overrides], run_dir, faults)
-
-    def _judge(self, case: Case, result: Result, ended: Ended) -> None:
-        fails = case.outcome in ("resumes", "refuses")
-        hung = [rank for rank, code in enumerate(ended.codes) if code == "hung"]
-        if hung:
-            result.problems.append(f"ranks {hung} had to be killed")
-        if case.outcome != "goes on":
-            for rank, code in enumerate(ended.codes):
-                if (code == 0) == fails and code != "hung":
-                    result.problems.append(f"rank {rank} ended with {code}")
-            if len(TOLD.findall(ended.output)) > 1 or ended.output.count("Traceback") > 1:
-                result.problems.append("the error is told more than once")
-        if case.says and not re.search(case.says, ended.output):
-            result.problems.append(f"the output does not hold {case.says!r}")
-        met = [note for note in ended.notes if note["kind"] == "fault"]
-        if case.faults and not any(note["action"] == fault["action"] for note in met for fault in case.faults):
-            result.problems.append("the fault was never met")
-        if result.problems:
-            result.problems.append(f"output:\n{ended.output[-3000:]}")
-
-    def _measure(self, case: Case, result: Result, ended: Ended, finished: float, waiting: list) -> None:
-        points = {fault["point"] for fault in case.faults}
-        met = [note for note in ended.notes if note["kind"] == "fault" and note["point"] in points]
-        if not met:
-            return
-        at, step = met[0]["time"], met[0]["step"] or 0
-        if case.outcome == "goes on":
-            again = self._row_time(ended, step)
-            result.steps_lost, result.recover_seconds = 0, None if again is None else round(max(0.0, again - at), 1)
-            return
-        newest = newest_checkpoint(self.broken)
-        result.steps_lost = max(0, step - newest)
-        waiting.append((result, min(step, newest + 1) if result.steps_lost == 0 else step, finished - at))
-        if result.steps_lost == 0:
-            result.recover_seconds = 0.0
-            waiting.pop()
+        waiting.clear()
 
     def _row_time(self, ended: Ended, step: int) -> float | None:
         return next((note["time"] for note in ended.notes if note["kind"] == "row" and note["row"] >= step), None)
@@ -195,8 +209,3 @@ def snapshot(run_dir: Path) -> dict[str, bytes]:
     """Return the files that must survive: checkpoints and metrics."""
     files = [*(run_dir / "checkpoints").rglob("*"), run_dir / "metrics.jsonl"]
     return {str(path): path.read_bytes() for path in files if path.is_file()}
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder."""
-    shutil.rmtree(path) if path.is_dir() else path.unlink()

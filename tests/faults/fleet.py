@@ -8,10 +8,20 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+LAUNCHER_SECONDS = 280.0  # with starts that import everything
+RUN = "import sys; from megagrpo.supervision.launch import run_ranks; sys.exit(run_ranks(sys.argv[2:], int(sys.argv[1]), 1, 'entry'))"
+LAUNCHERS = {
+    "megagrpo run": lambda ranks: ["-c", RUN, str(ranks)],
+    "torchrun": lambda ranks: [
+        *("-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=1", "--rdzv-backend=c10d"),
+        *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "entry"),
+    ],
+}
 RANK_SECONDS = 60.0  # all ranks have ended by then, or they hang; 5 to 15 s where a rank was lost
 
 
@@ -25,8 +35,7 @@ def environment() -> dict[str, str]:
 class Ended:
     """How the ranks of one launch ended."""
 
-    codes: list[int | str]  # exit codes; negative: the signal; "hung": had to be killed
-    seconds: list[float]  # from the start, by rank
+    codes: list[int | str]  # exit codes of the ranks, or of the launcher; negative: the signal; "hung": had to be killed
     output: str
     notes: list[dict]  # what the injectors noted: faults that were met, rows that were recorded
 
@@ -43,19 +52,51 @@ class Fleet:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment(), cwd=ROOT
         )
 
-    def launch(self, ranks: int, arguments: list[str], run_dir: Path, faults: list[dict], seconds: float = RANK_SECONDS) -> Ended:
+    def launch(self, ranks: int, arguments: list[str], run_dir: Path, faults: list[dict], launcher: str = "fleet") -> Ended:
         """Run `megagrpo.train` with `arguments` on `ranks` ranks that meet these faults, and wait until all have ended."""
         self._count += 1
         output, notes = self.folder / f"output_{self._count}.txt", self.folder / f"notes_{self._count}.jsonl"
+        plan = {"faults": faults, "log": str(notes), "run_dir": str(run_dir)}
+        if launcher == "fleet":
+            codes = self._fork(plan | {"ranks": ranks, "arguments": arguments, "output": str(output), "seconds": RANK_SECONDS})
+        else:
+            codes = [self._start(launcher, plan, ranks, arguments, output)]
+        return Ended(codes, output.read_text(), read_notes(notes))
+
+    def _fork(self, request: dict) -> list[int | str]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        request = {"ranks": ranks, "port": store.port, "arguments": arguments, "faults": faults, "seconds": seconds}
-        request |= {"log": str(notes), "run_dir": str(run_dir), "output": str(output)}
-        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.write(json.dumps(request | {"port": store.port}) + "\n")
         self._server.stdin.flush()
         answer = self._server.stdout.readline()
         if not answer:
             raise RuntimeError(f"the rank server ended: {(self.folder / 'server.log').read_text()[-2000:]}")
-        return Ended(**json.loads(answer), output=output.read_text(), notes=read_notes(notes))
+        return json.loads(answer)
+
+    def _start(self, launcher: str, plan: dict, ranks: int, arguments: list[str], output: Path) -> int | str:
+        """Start a real launcher, and wait for it and for ranks that outlive it: they hold its standard output."""
+        path = self.folder / f"plan_{self._count}.json"
+        path.write_text(json.dumps(plan))
+        command = [sys.executable, *LAUNCHERS[launcher](ranks), *arguments]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=environment() | {"FAULTS": str(path)},
+            start_new_session=True,
+        )
+        try:
+            text, _ = process.communicate(timeout=LAUNCHER_SECONDS)
+        except subprocess.TimeoutExpired:
+            for rank in psutil.Process(process.pid).children(recursive=True):
+                rank.kill()
+            process.kill()
+            output.write_text(process.communicate()[0])
+            return "hung"
+        output.write_text(text)
+        return process.returncode
 
     def close(self) -> None:
         """End the warm process."""

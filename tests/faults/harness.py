@@ -57,6 +57,7 @@ def main() -> int:
             for chain in CHAINS:
                 if options.chain is None or chain.name in options.chain:
                     results += run_chain(chain, fleet, Path(folder))
+                    print(f"{chain.name}: done", file=sys.stderr, flush=True)
         finally:
             fleet.close()
     print(format_table(results))

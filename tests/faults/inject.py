@@ -36,6 +36,7 @@ FUNCTIONS = {
     "groups": "megagrpo.session:build_groups",
     "load_checkpoint": "megagrpo.checkpoint.run_checkpoints:load_shards",
     "write_row": "megagrpo.telemetry.writers:JsonlWriter.write",
+    "append": "megagrpo.telemetry.patient_file:append",
     "export": "megagrpo.trainer:write_hf_folder",
 }
 
@@ -62,6 +63,15 @@ def _signal(number: int):
     return act
 
 
+def _kill_children() -> None:
+    import psutil
+
+    children = psutil.Process().children()
+    for child in children:
+        child.kill()
+    psutil.wait_procs(children, timeout=5)
+
+
 def _user_error() -> None:
     from megagrpo.errors import UserError
 
@@ -80,6 +90,7 @@ ACTIONS = {
     "usr1": _signal(signal.SIGUSR1),
     "interrupt": _signal(signal.SIGINT),
     "interrupt_twice": lambda: (_signal(signal.SIGINT)(), _signal(signal.SIGINT)()),
+    "kill_workers": _kill_children,
     "hang": lambda: time.sleep(1000),
     "spin": lambda: [None for _ in iter(int, 1)],
     "slow": lambda: time.sleep(3),

@@ -1,8 +1,8 @@
 """Forks the ranks of one launch after the other from a process that has everything imported: a start costs a second instead of ten.
 
 One JSON object a line on standard input: `{"ranks": n, "port": p, "arguments": [...], "faults": [...], "log": path, "run_dir": path,
-"output": path, "seconds": limit}`; one line back when all ranks have ended: `{"codes": [...], "seconds": [...]}`, a rank that had to be
-killed at the limit has code "hung". Nothing ends the ranks that are left after one has failed: that is for them to do.
+"output": path, "seconds": limit}`; one line back when all ranks have ended: their exit codes, "hung" for a rank that had to be killed at
+the limit. Nothing ends the ranks that are left after one has failed: that is for them to do.
 """
 
 import json
@@ -34,24 +34,23 @@ def main() -> None:
         print(json.dumps(wait_for(children, launch["seconds"])), flush=True)
 
 
-def wait_for(children: dict[int, int], limit: float) -> dict:
+def wait_for(children: dict[int, int], limit: float) -> list[int | str]:
     """Reap all children; those that are left at the limit are killed."""
     started = time.monotonic()
-    codes, seconds = [None] * len(children), [0.0] * len(children)
+    codes: list[int | str | None] = [None] * len(children)
     left = dict(children)
     while left:
         for pid, rank in list(left.items()):
             reaped, status = os.waitpid(pid, os.WNOHANG)
             if reaped:
                 codes[rank] = codes[rank] or os.waitstatus_to_exitcode(status)
-                seconds[rank] = time.monotonic() - started
                 del left[pid]
         if left and time.monotonic() - started > limit:
             for pid, rank in left.items():
                 codes[rank] = "hung"
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return {"codes": codes, "seconds": seconds}
+    return codes
 
 
 def fork_rank(launch: dict, rank: int) -> int:
