@@ -18,6 +18,7 @@ _ECHOES = (
     "Socket closed",
     "Failed to recv",
     "remote process exited or there was a network error",
+    "remote process exiting prematurely",
     "NCCL communicator was aborted",
     "connection was likely closed",
     "connectFullMesh failed",

@@ -1,7 +1,6 @@
 """Watches one rank from a thread of its own: peers that failed, phases that stall, signals. It ends the process where the rank can't."""
 
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -14,9 +13,10 @@ from pathlib import Path
 from megagrpo.config.schema import WatchdogConfig
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.board import Board
-from megagrpo.supervision.failure import Failure, append_failure, build_failure, is_echo
+from megagrpo.supervision.failure import Failure, build_failure, is_echo
 from megagrpo.supervision.processes import Siblings, dump_stacks, leave_now
 from megagrpo.supervision.signals import SignalPipe
+from megagrpo.supervision.telling import keep, note_for_launcher, tell, tell_stall
 from megagrpo.supervision.watchdog import PhaseBudgets
 
 BETWEEN = "between phases"
@@ -40,7 +40,8 @@ class Supervisor:
         self.budgets = PhaseBudgets(watchdog)
         self._phases: list[tuple[str, float]] = [(BETWEEN, time.monotonic())]  # innermost last, each with its start
         self._raised: tuple[BaseException, str] | None = None  # the newest exception that left a phase, and that phase
-        self._board: Board | None = None
+        self._board: Board | None = None  # None: not started, or lost with the launcher
+        self._is_started = False
         self._done = threading.Event()
         self._peer_failed_at: float | None = None
         self._interrupts = 0
@@ -76,20 +77,22 @@ class Supervisor:
         self._moved()
 
     def _moved(self) -> None:
-        if self._board is None:
+        if not self._is_started:
             return
         name, _ = self._phases[-1]
         faulthandler.dump_traceback_later(self.budgets.seconds(name) + BACKSTOP_SECONDS, exit=True, file=sys.__stderr__)
+        board = self._board
         try:
-            self._board.announce(name, self.step)
-        except RuntimeError:  # the store is gone: the watching thread finds that out too, and acts on it
-            self._ask_to_stop("the launcher is gone")
+            if board is not None:
+                board.announce(name, self.step)
+        except RuntimeError:
+            self._look_for_the_launcher()
 
     # ---- life
 
     def start(self, board: Board) -> None:
         """Begin to watch; main thread only."""
-        self._board = board
+        self._board, self._is_started = board, True
         board.sign_in()
         self._siblings = Siblings(board)
         self._signals = SignalPipe()
@@ -99,17 +102,15 @@ class Supervisor:
 
     def finish(self) -> None:
         """Stop watching: this rank leaves in good order."""
-        if self._board is None:
+        if not self._is_started:
             return
         faulthandler.cancel_dump_traceback_later()
         self._done.set()
         self._thread.join()
-        try:
+        if self._board is not None:
             self._board.sign_out()
-        except RuntimeError:  # the launcher is gone; nobody is left who would read it
-            self.stop_reason = self.stop_reason or "the launcher is gone"
         self._signals.close()
-        self._board = None
+        self._board, self._is_started = None, False
 
     def fail(self, error: BaseException) -> int:
         """Tell of an exception that ends this rank, once for all ranks, and return the exit code; the first call counts."""
@@ -123,27 +124,24 @@ class Supervisor:
 
     def _tell(self, failure: Failure, echo: bool) -> int:
         if failure.kind != "user":
-            self._keep(failure)
+            keep(self.run_dir, failure)
         board = self._board
         if board is None:
             print(failure.describe(), file=sys.stderr, flush=True)
             return exit_codes.USER_ERROR if failure.kind == "user" else exit_codes.FAILED
-        if echo:
-            self._wait_for_cause(board)
-        if board.claim(failure):
-            self._print(failure)
-            _note_for_launcher(failure.describe().splitlines()[0])
+        try:
+            if echo:
+                self._wait_for_cause(board)
+            is_first = board.claim(failure)
+        except RuntimeError:  # the store is gone, so nobody can say who is the first
+            is_first = True
+        if is_first:
+            tell(self.run_dir, failure)
             return exit_codes.USER_ERROR if failure.kind == "user" else exit_codes.FAILED
         first = board.first_failure()
         assert first is not None
-        _note_for_launcher(f"left because rank {first.rank} failed")
+        note_for_launcher(f"left because rank {first.rank} failed")
         return exit_codes.USER_ERROR if failure.kind == first.kind == "user" else exit_codes.PEER_FAILED
-
-    def _keep(self, failure: Failure) -> None:
-        try:
-            append_failure(self.run_dir / "errors", failure)
-        except OSError as error:  # the storage may be the cause: what is told must not be lost with it
-            print(f"rank {self.rank}: {self.run_dir / 'errors'}: {error}; {failure.describe()}", file=sys.stderr, flush=True)
 
     def _wait_for_cause(self, board: Board) -> None:
         """Give the rank that met the cause the time to say so, or to be found dead."""
@@ -152,24 +150,25 @@ class Supervisor:
             self._look_for_the_dead(board)
             time.sleep(POLL_SECONDS / 5)
 
-    def _print(self, failure: Failure) -> None:
-        text = failure.describe()
-        if failure.kind != "user":
-            text += f"\nevery rank's end: {self.run_dir / 'errors'}"
-        print(text, file=sys.stderr, flush=True)
-
     # ---- the watching thread
 
     def _watch(self) -> None:
-        assert self._board is not None
         while not self._done.is_set():
             for number in self._signals.wait(POLL_SECONDS):
                 self._on_signal(number)
+            self._look_for_the_launcher()
+            board = self._board
             try:
-                self._look(self._board)
+                if board is not None:
+                    self._look(board)
             except RuntimeError:  # the store does not answer
-                if os.getppid() != self._parent:
-                    self._ask_to_stop("the launcher is gone")
+                self._look_for_the_launcher()
+
+    def _look_for_the_launcher(self) -> None:
+        """Without its launcher the run is nobody's any more, and the store is gone: save and stop."""
+        if self._board is not None and "RANK" in os.environ and os.getppid() != self._parent:
+            self._board = None
+            self._ask_to_stop("the launcher's end")
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGINT:
@@ -183,7 +182,7 @@ class Supervisor:
         phase, step = self._phases[-1][0], self.step
         failure = Failure(self.rank, phase, step, "interrupted twice: left at once, without saving", kind="user")
         if self._board is not None and self._board.claim(failure):
-            self._print(failure)
+            tell(self.run_dir, failure)
 
     def _ask_to_stop(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason
@@ -201,7 +200,7 @@ class Supervisor:
         elif time.monotonic() - self._peer_failed_at > LEAVE_SECONDS:
             assert first is not None
             dump_stacks(self.run_dir / "errors", self.rank)
-            _note_for_launcher(f"left because rank {first.rank} failed")
+            note_for_launcher(f"left because rank {first.rank} failed")
             leave_now(exit_codes.PEER_FAILED)
 
     def _look_for_the_dead(self, board: Board) -> None:
@@ -210,8 +209,8 @@ class Supervisor:
             message = "its process is gone without a word: killed from outside, out of memory, or a crash in native code"
             failure = Failure(rank, phase, step, message, kind="died")
             if board.claim(failure):
-                self._keep(failure)
-                self._print(failure)
+                keep(self.run_dir, failure)
+                tell(self.run_dir, failure)
 
     def _look_for_stalls(self, board: Board) -> None:
         phases = list(self._phases)
@@ -240,19 +239,6 @@ class Supervisor:
         leave_now(exit_codes.PEER_FAILED)
 
     def _tell_stall(self, failure: Failure, silent: list[int]) -> None:
-        self._keep(failure)
-        lines = [failure.describe(), f"Python stacks of the ranks: {self.run_dir / 'stacks'}"]
-        if silent:
-            lines.append(f"without an answer (frozen, or its host is lost): rank {', '.join(map(str, silent))}")
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        _note_for_launcher(lines[0])
+        tell_stall(self.run_dir, failure, silent)
         for rank in silent:
             self._siblings.kill(rank)
-
-
-def _note_for_launcher(text: str) -> None:
-    """Leave one line for the launcher's own report, which otherwise advises to turn tracebacks on."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")

@@ -171,10 +171,10 @@ LAUNCHERS = Chain(
         [
             Case("megagrpo run: killed once", "restarts", [at("update.enter", "kill", 2)], says="rank 1 died in", launcher="megagrpo run"),
             Case(
-                "megagrpo run: SIGTERM after a restart",
+                "megagrpo run: SIGUSR1 after a restart",
                 "stops",
-                [at("generate.enter", "term", 4, only=1)],
-                says="stopped by SIGTERM after step 3",
+                [at("generate.enter", "usr1_launcher", 4, only=1)],
+                says="stopped by SIGUSR1 after step 3",
                 launcher="megagrpo run",
                 codes=[0],
             ),
@@ -185,10 +185,20 @@ LAUNCHERS = Chain(
                 "torchrun: the launcher killed",
                 "stops",
                 [at("update.enter", "kill_launcher", 7, only=1)],
-                says="stopped by the launcher is gone after step 6",
+                says=r"stopped by the launcher's end after step [67]",
                 launcher="torchrun",
                 codes=[-9],
             ),
+        ],
+        [
+            Case(
+                "torchrun: SIGTERM",
+                "stops",
+                [at("generate.enter", "term_launcher", 9)],
+                says="stopped by SIGTERM after step 8",
+                launcher="torchrun",
+                codes=[1],  # torchrun's own: all ranks have left with 0
+            )
         ],
     ],
 )

@@ -63,6 +63,14 @@ def _signal(number: int):
     return act
 
 
+def _signal_launcher(number: int):
+    def act() -> None:
+        os.kill(os.getppid(), number)
+        time.sleep(1.0)  # it passes the signal on
+
+    return act
+
+
 def _kill_children() -> None:
     import psutil
 
@@ -97,7 +105,9 @@ ACTIONS = {
     "no_space": _os_error(errno.ENOSPC),
     "read_only": _os_error(errno.EROFS),
     "io_error": _os_error(errno.EIO),
-    "kill_launcher": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "kill_launcher": _signal_launcher(signal.SIGKILL),
+    "term_launcher": _signal_launcher(signal.SIGTERM),
+    "usr1_launcher": _signal_launcher(signal.SIGUSR1),
 }
 
 
