@@ -33,8 +33,8 @@ from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenizer
 from megagrpo.types import Prompt
-from megagrpo.weights.export import WeightExporter
-from megagrpo.weights.publisher import WeightPublisher
+from megagrpo.weights.build import build_publisher
+from megagrpo.weights.publisher import Publisher
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Session:
     algorithm: Algorithm
     updater: PolicyUpdater
     generator: RolloutGenerator
-    publisher: WeightPublisher
+    publisher: Publisher
     sampler: PromptSampler
     pipeline: RolloutPipeline
     evaluation_prompts: list[tuple[EvaluationSetConfig, list[Prompt]]]
@@ -126,7 +126,7 @@ def build_session(config: Config, device: torch.device) -> Session:
         algorithm=algorithm,
         updater=updater,
         generator=generator,
-        publisher=WeightPublisher(WeightExporter(actor.model), engine),
+        publisher=build_publisher(config, actor, builder, engine),
         sampler=sampler,
         pipeline=RolloutPipeline(config, generator, sampler),
         evaluation_prompts=evaluation_prompts,

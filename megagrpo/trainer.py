@@ -106,7 +106,7 @@ class Trainer:
             self.timers.on_enter.append(self.recorder.phase)
             self.checkpoints.report_to(self.recorder.note)
         with self.timers.phase("publish"):
-            self.session.publisher.publish(self.state.weight_version)  # no rollout before the engine holds the trainer's weights
+            self._publish()  # no rollout before the engine holds the trainer's weights
         self.checkpoints.capture(self.state)
         if resumed is None:
             self._record(0, self._evaluate())
@@ -130,7 +130,7 @@ class Trainer:
             self.session.pipeline.wait()  # the engine's weights are overwritten next
         with self.timers.phase("publish"):
             self.state.weight_version += 1
-            self.session.publisher.publish(self.state.weight_version)
+            published = self._publish()
         self.state.step = step
         self.state.wall_seconds = self._wall_seconds()
         self.state.spikes = self.gate.spikes.state()
@@ -138,7 +138,7 @@ class Trainer:
         metrics |= self._update_metrics(result)
         metrics[names.STEP_SECONDS] = time.perf_counter() - step_started
         metrics[names.STEP_CPU_SECONDS] = sum(all_gather_metadata(time.process_time() - cpu_started))
-        metrics |= self.timers.take()
+        metrics |= self.timers.take() | published
         if self._is_due(self.config.evaluation.every, step):
             metrics |= self._evaluate()
         self._record(step, metrics, rollouts)
@@ -146,6 +146,12 @@ class Trainer:
             self.checkpoints.after_step(self.state, metrics)
 
     # ---- the verbs
+
+    def _publish(self) -> dict[str, float]:
+        stats = self.session.publisher.publish(self.state.weight_version)
+        for note in stats.notes if self.recorder else ():
+            self.recorder.note(note)
+        return stats.metrics
 
     def _update(self, rollouts: StepRollouts) -> UpdateResult:
         update = self.config.update

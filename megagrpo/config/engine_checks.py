@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from megagrpo.config.schema import Config, EngineConfig
+from megagrpo.config.schema import Config, EngineConfig, WeightsConfig
 
 EMBEDDED_ENGINES = ("transformers",)  # they live in the ranks
 _EVERY_ENGINE = ("name", "max_batch_completions", "max_prefill_tokens", "sleep_while_training")
@@ -17,8 +17,11 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
         yield f"engine.sleep_while_training: true: rollout.off_policy {config.rollout.off_policy} generates during updates"
     if engine.name in EMBEDDED_ENGINES:
         yield from _check_unused(engine)
+        yield from _check_unused_weights(config)
         return
     yield from _check_replicas(engine, world_size)
+    if config.weights.delta and config.weights.layout == "full":
+        yield "weights.delta: true: needs weights.layout sharded or auto, full tensors are always sent whole"
     for field in ("start_timeout_seconds", "request_timeout_seconds"):
         limit = config.run.collective_timeout_seconds
         if getattr(engine, field) >= limit:
@@ -40,6 +43,14 @@ def _check_unused(engine: EngineConfig) -> Iterator[str]:
     for field in EngineConfig.model_fields:
         if field not in _EVERY_ENGINE and getattr(engine, field) != getattr(default, field):
             yield f"engine.{field}: {getattr(engine, field)}: engine.name {engine.name} lives in the ranks, it has no server"
+
+
+def _check_unused_weights(config: Config) -> Iterator[str]:
+    default = WeightsConfig()
+    for field in WeightsConfig.model_fields:
+        if field != "bucket_bytes" and getattr(config.weights, field) != getattr(default, field):
+            value, engine = getattr(config.weights, field), config.engine.name
+            yield f"weights.{field}: {value}: engine.name {engine} lives in the ranks, weights are copied into it directly"
 
 
 def _check_replicas(engine: EngineConfig, world_size: int) -> Iterator[str]:

@@ -110,6 +110,32 @@ class EngineConfig(Section):
         return len(self.addresses) or self.replicas
 
 
+class WeightsConfig(Section):
+    """How new weights reach the engines. From `layout` on: of engines in processes of their own only (vllm, sglang)."""
+
+    bucket_bytes: PositiveInt = Field(
+        64 * 2**20, description="weights on their way at once; at most two of these are in memory, for each rank of an engine"
+    )
+    layout: Literal["auto", "full", "sharded"] = Field(
+        "auto",
+        description="full: whole tensors, cut by the engine's loader; sharded: each engine rank gets its slices alone; auto: sharded "
+        "once a comparison with the loader's result, bit for bit, has passed, else full",
+    )
+    transport: Literal["auto", "shared_memory", "group", "disk", "ipc"] = Field(
+        "auto", description="auto: shared_memory where all ranks are on one host, else group"
+    )
+    folder: str | None = Field(None, description="of transport disk: a folder that engines reach too; null: DIR/weights")
+    delta: bool = Field(
+        False, description="send only blocks that changed since the engines' version, bitwise; layout sharded by shared_memory"
+    )
+    probe_tokens: NonNegativeInt = Field(
+        8, description="after each publish, log-probs of this many sampled tokens are compared with the trainer's; 0: they are not"
+    )
+    probe_max_gap: PositiveFloat | None = Field(
+        None, description="largest |engine - trainer| log-prob of the probe; null: 0.001 with precision fp32, else 0.5"
+    )
+
+
 class RolloutConfig(Section):
     """Sampling of the training completions."""
 
@@ -255,6 +281,7 @@ class Config(Section):
     parallel: Annotated[ParallelConfig, FREE] = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     engine: Annotated[EngineConfig, FREE] = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -71,3 +71,9 @@ def cut(box: Box, start: int, stop: int, denominator: int) -> Box | None:
     if begin >= end:
         return None
     return (*box[:dimension], (begin, end), *box[dimension + 1 :])
+
+
+def box_after(box: Box, index: int) -> Box:
+    """Return the box of the index-th element of the first dimension."""
+    first = box[0][0] + index
+    return ((first, first + 1), *box[1:])

@@ -59,3 +59,13 @@ def moe_references(moe_model, tmp_path_factory):
     for name, coefficient in (("plain", 0.0), ("balanced", 0.5)):
         torch.save(dense_grpo.train_dense(moe_model, coefficient), folder / f"{name}.pt")
     return folder
+
+
+@pytest.fixture(scope="session")
+def family_folders(tmp_path_factory):
+    """One tiny random model a family and variant."""
+    import family_models
+
+    root = tmp_path_factory.mktemp("families")
+    family_models.write_models(root)
+    return root

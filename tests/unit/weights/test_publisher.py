@@ -3,7 +3,7 @@
 import pytest
 
 from megagrpo.weights.export import ExportStats
-from megagrpo.weights.publisher import WeightPublisher
+from megagrpo.weights.transports.local import LocalPublisher
 
 
 class Exporter:
@@ -40,7 +40,7 @@ class Engine:
 
 def test_a_publish_begins_loads_and_commits_one_version():
     engine = Engine()
-    stats = WeightPublisher(Exporter(), engine).publish(3)
+    stats = LocalPublisher(Exporter(), engine).publish(3)
     assert engine.calls == [("begin", 3), ("load", [("a", 1), ("b", 2)]), ("commit", 3)]
     assert (stats.version, stats.received_bytes, stats.loaded_bytes) == (3, 15, 100)
 
@@ -48,5 +48,5 @@ def test_a_publish_begins_loads_and_commits_one_version():
 def test_a_publish_that_fails_is_given_up_and_its_cause_is_shown():
     engine = Engine()
     with pytest.raises(RuntimeError, match="a peer went away"):
-        WeightPublisher(Exporter(fails=True), engine).publish(3)
+        LocalPublisher(Exporter(fails=True), engine).publish(3)
     assert engine.calls == [("begin", 3), ("abort",)]

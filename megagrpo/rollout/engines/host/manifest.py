@@ -9,8 +9,9 @@ acknowledged. What must last longer is copied.
 import json
 import mmap
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -24,16 +25,35 @@ class ManifestError(ValueError):
 
 
 @dataclass(frozen=True)
+class Patch:
+    """Blocks of a tensor that changed: element k of a block is number start + row * stride + block * length + k of the flat tensor."""
+
+    start: int
+    stride: int
+    rows: int
+    blocks: int  # of each row
+    length: int  # elements of a block
+    changed: str  # one bit for each block, row by row, the first one highest; hexadecimal, padded to whole bytes
+
+    def mask(self) -> torch.Tensor:
+        """Return which blocks changed: bool [rows, blocks]."""
+        packed = torch.tensor(list(bytes.fromhex(self.changed)), dtype=torch.uint8)
+        bits = packed[:, None].bitwise_right_shift(torch.arange(7, -1, -1, dtype=torch.uint8)) & 1
+        return bits.reshape(-1)[: self.rows * self.blocks].bool().reshape(self.rows, self.blocks)
+
+
+@dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a bucket."""
+    """One tensor of a bucket, or what changed of it."""
 
     name: str  # HF name under `full`, the engine's parameter name under `sharded`
     dtype: str  # a torch dtype without its prefix: float32, bfloat16, float8_e4m3fn
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the bucket
     nbytes: int
-    checksum: str  # `checksum_of` the tensor
+    checksum: str  # `checksum_of` the tensor; with patches, of the bytes sent
     rank: int | None = None  # the engine rank that it is for; None: every rank of the engine
+    patches: tuple[Patch, ...] | None = None  # None: all is sent; else blocks, patch by patch, to lay over what the rank has
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -67,7 +87,7 @@ class BucketManifest:
         """
         try:
             fields = json.loads(text)
-            entries = [TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields.pop("tensors")]
+            entries = [_read_entry_fields(entry) for entry in fields.pop("tensors")]
             manifest = cls(**fields, tensors=tuple(entries))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ManifestError(f"bucket manifest: not readable: {type(error).__name__}: {error}") from None
@@ -80,20 +100,27 @@ class BucketManifest:
         return [entry for entry in self.tensors if entry.rank in (None, rank)]
 
 
+def _read_entry_fields(fields: dict[str, Any]) -> TensorEntry:
+    patches = fields.get("patches")
+    read = None if patches is None else tuple(Patch(**patch) for patch in patches)
+    return TensorEntry(**{**fields, "shape": tuple(fields["shape"]), "patches": read})
+
+
 def checksum_of(tensor: torch.Tensor) -> str:
     """Return the CRC-32 of a CPU tensor's bytes in row-major order, as eight hexadecimal digits."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return f"{zlib.crc32(flat.numpy()):08x}"
 
 
-def check_tensor(entry: TensorEntry, tensor: torch.Tensor) -> None:
-    """Refuse a received CPU tensor that is not its entry's, or not finite.
+def check_tensor(entry: TensorEntry, tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> None:
+    """Refuse a received CPU tensor (of another shape than the entry's, where one is given) that is not its entry's, or not finite.
 
     Raises:
         ManifestError: shape, dtype or checksum differ (both values are named), or a value is NaN or infinite.
     """
-    if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.torch_dtype:
-        received, announced = f"{tensor.dtype} {list(tensor.shape)}", f"torch.{entry.dtype} {list(entry.shape)}"
+    shape = entry.shape if shape is None else shape
+    if tuple(tensor.shape) != shape or tensor.dtype != entry.torch_dtype:
+        received, announced = f"{tensor.dtype} {list(tensor.shape)}", f"torch.{entry.dtype} {list(shape)}"
         raise ManifestError(f"weight {entry.name!r}: {received} received, the manifest says {announced}")
     found = checksum_of(tensor)
     if found != entry.checksum:
@@ -111,8 +138,13 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(torch.isfinite(bound)) for bound in torch.aminmax(tensor))  # NaN passes through aminmax
 
 
-def open_tensors(manifest: BucketManifest, rank: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def open_tensors(
+    manifest: BucketManifest, rank: int = 0, current: Mapping[str, torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of what engine rank `rank` loads from a mapped bucket; every one is checked before it is handed out.
+
+    Args:
+        current: the rank's tensors of the version before, which patches are laid over (in copies).
 
     Raises:
         ManifestError: the transport is not a mapped one, the file is missing or too short, or `check_tensor` refuses a tensor.
@@ -126,23 +158,49 @@ def open_tensors(manifest: BucketManifest, rank: int = 0) -> Iterator[tuple[str,
     except (OSError, TypeError, ValueError) as error:
         raise ManifestError(f"bucket of version {manifest.version}: {path}: {error}") from None
     for entry in manifest.entries_for(rank):
-        yield entry.name, read_entry(entry, mapped)
+        if entry.patches is None:
+            yield entry.name, read_entry(entry, mapped, prod(entry.shape), entry.shape)
+        elif current is None or entry.name not in current:
+            raise ManifestError(f"weight {entry.name!r}: its changes were sent, but engine rank {rank} has no older version of it")
+        else:
+            yield entry.name, apply_patches(entry, mapped, current[entry.name])
 
 
-def read_entry(entry: TensorEntry, mapped: mmap.mmap) -> torch.Tensor:
-    """Return one tensor of a mapped bucket as a view, checked."""
-    count, size = 1, entry.torch_dtype.itemsize
-    for length in entry.shape:
-        count *= length
+def apply_patches(entry: TensorEntry, mapped: mmap.mmap, current: torch.Tensor) -> torch.Tensor:
+    """Return a CPU copy of `current` with the blocks that changed.
+
+    Raises:
+        ManifestError: shape or dtype is another, a patch goes beyond the tensor, or `read_entry` refuses the blocks.
+    """
+    if tuple(current.shape) != entry.shape or current.dtype != entry.torch_dtype:
+        have = f"{current.dtype} {list(current.shape)}"
+        raise ManifestError(f"weight {entry.name!r}: changes of torch.{entry.dtype} {list(entry.shape)}, the engine rank has {have}")
+    tensor = current.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    patches = entry.patches or ()
+    masks = [patch.mask() for patch in patches]
+    counts = [int(mask.sum()) * patch.length for mask, patch in zip(masks, patches, strict=True)]
+    sent = read_entry(entry, mapped, sum(counts), (sum(counts),))
+    for patch, mask, blocks in zip(patches, masks, sent.split(counts), strict=True):
+        end = patch.start + (patch.rows - 1) * patch.stride + patch.blocks * patch.length
+        if patch.start < 0 or end > tensor.numel():
+            raise ManifestError(f"weight {entry.name!r}: a patch ends at element {end} of {tensor.numel()}")
+        size, stride = (patch.rows, patch.blocks, patch.length), (patch.stride, patch.length, 1)
+        tensor.view(-1).as_strided(size, stride, patch.start)[mask] = blocks.view(-1, patch.length)
+    return tensor
+
+
+def read_entry(entry: TensorEntry, mapped: mmap.mmap, count: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return `count` elements of a mapped bucket as a view of a shape, checked."""
+    size = entry.torch_dtype.itemsize
     if count * size != entry.nbytes or not 0 <= entry.offset <= len(mapped) - entry.nbytes:
         raise ManifestError(
-            f"weight {entry.name!r}: {list(entry.shape)} {entry.dtype} is {count * size} bytes, "
+            f"weight {entry.name!r}: {list(shape)} {entry.dtype} is {count * size} bytes, "
             f"the manifest says {entry.nbytes} at {entry.offset} of a bucket of {len(mapped)}"
         )
     if not count:
-        return torch.empty(entry.shape, dtype=entry.torch_dtype)
-    tensor = torch.frombuffer(mapped, dtype=entry.torch_dtype, count=count, offset=entry.offset).reshape(entry.shape)
-    check_tensor(entry, tensor)
+        return torch.empty(shape, dtype=entry.torch_dtype)
+    tensor = torch.frombuffer(mapped, dtype=entry.torch_dtype, count=count, offset=entry.offset).reshape(shape)
+    check_tensor(entry, tensor, shape)
     return tensor
 
 

@@ -27,7 +27,8 @@ class WeightReceiver:
         """Verify a whole bucket, then load it; the acknowledgement of `manifest.build_ack`."""
         try:
             manifest = BucketManifest.from_json(manifest_json)
-            tensors = list(open_tensors(manifest, self.rank))  # all are verified before the first is loaded
+            current = dict(self._model().named_parameters()) if manifest.layout == "sharded" else None
+            tensors = list(open_tensors(manifest, self.rank, current))  # all are verified before the first is loaded
             if manifest.layout == "full":
                 self._note_loaded(manifest.version, self._model().load_weights(tensors))
             else:

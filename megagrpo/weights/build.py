@@ -1,0 +1,130 @@
+"""Builds a run's publisher from its configuration."""
+
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megagrpo.config.schema import Config
+from megagrpo.errors import UserError
+from megagrpo.models.build import StageModel
+from megagrpo.parallel.groups import all_gather_metadata
+from megagrpo.policy.actor import Actor
+from megagrpo.policy.batch import MicroBatchBuilder
+from megagrpo.rollout.engines.base import Engine
+from megagrpo.rollout.engines.remote import RemoteEngine
+from megagrpo.rollout.engines.replicas import owner_of_replica, replica_of_rank
+from megagrpo.weights.export import WeightExporter
+from megagrpo.weights.plan import PublishPlan
+from megagrpo.weights.probe import LogprobProbe
+from megagrpo.weights.publisher import Publisher
+from megagrpo.weights.reader import SliceReader
+from megagrpo.weights.remote import RemotePublisher
+from megagrpo.weights.sources import build_sources
+from megagrpo.weights.targets import EngineGrid
+from megagrpo.weights.transports.base import SLOTS, Transport, TransportContext
+from megagrpo.weights.transports.delta import DeltaTransport
+from megagrpo.weights.transports.disk import DiskTransport
+from megagrpo.weights.transports.group import GroupTransport
+from megagrpo.weights.transports.ipc import IpcTransport
+from megagrpo.weights.transports.local import LocalPublisher
+from megagrpo.weights.transports.shared_memory import SharedMemoryTransport
+
+TRANSPORTS: dict[str, type[Transport]] = {
+    transport.name: transport for transport in (SharedMemoryTransport, GroupTransport, DiskTransport, IpcTransport)
+}
+
+# Right weights give gaps of some 2e-5 in float32 and up to 0.2 rounded to bfloat16 and below; wrong ones were seen to give 0.5 to 7.
+PROBE_MAX_GAP = {"fp32": 1e-3}
+PROBE_MAX_GAP_ROUNDED = 0.5
+
+
+def choose_transport(wanted: str, offered: Sequence[str]) -> str:
+    """Return the transport of a run. Collective over all ranks.
+
+    `auto`: shared memory where all ranks are on one machine, else the process group, whose owners are on their engines' machines.
+
+    Raises:
+        UserError: `shared_memory` with ranks on several machines, or a transport that the engine does not read.
+    """
+    hosts = set(all_gather_metadata(socket.gethostname()))
+    name = wanted if wanted != "auto" else "shared_memory" if len(hosts) == 1 else "group"
+    if name == "shared_memory" and len(hosts) > 1:
+        raise UserError(f"weights.transport: shared_memory: the ranks are on {len(hosts)} hosts; take group or disk")
+    carrier = "shared_memory" if name == "group" else name
+    if carrier not in offered:
+        raise UserError(f"weights.transport: {name}: the engine reads {', '.join(offered)}")
+    return name
+
+
+def build_transport(
+    name: str,
+    model: StageModel,
+    grid: EngineGrid,
+    owners: Sequence[int],
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    timeout_seconds: float,
+    folder: Path | None = None,
+    delta: bool = False,
+) -> Transport:
+    """Plan a model's way to the engines and return what carries it out. Collective over all ranks.
+
+    Args:
+        name: in TRANSPORTS.
+        owners: the rank that hands buckets to each replica.
+        dtype: of the weights in the engines.
+        bucket_bytes: a rank's memory stays within two of these, but for a fused parameter that is larger.
+        folder: of `disk`.
+        delta: send only what changed; of `shared_memory` and layout `sharded`.
+    """
+    groups, hf = model.groups, model.hf
+    kind = TRANSPORTS[name]
+    sources = build_sources(model.rules.rules, hf, groups.layout, model.dims.padded_vocab_size)
+    plan = PublishPlan(sources, groups.layout, grid, hf.head_dim, dtype.itemsize, SLOTS * bucket_bytes // kind.buckets_alive)
+    token, digest = secrets.token_hex(4), plan.hash
+    gathered = all_gather_metadata((token, digest))
+    assert len({digest for _, digest in gathered}) == 1, f"ranks planned differently: {gathered}"
+    reader = SliceReader(model, plan, groups.rank)
+    context = TransportContext(plan, reader, groups.rank, groups.world_size, tuple(owners), dtype, timeout_seconds, gathered[0][0])
+    if delta:
+        return DeltaTransport(context)
+    if kind is DiskTransport:
+        assert folder is not None
+        return DiskTransport(context, folder)
+    return kind(context)
+
+
+def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, engine: Engine) -> Publisher:
+    """Return what brings the actor's weights to this rank's engine. Collective over all ranks.
+
+    Raises:
+        UserError: the transport does not fit the machines or the engine.
+    """
+    model, groups, weights = actor.model, actor.model.groups, config.weights
+    exporter = WeightExporter(model, weights.bucket_bytes)
+    if not isinstance(engine, RemoteEngine):
+        return LocalPublisher(exporter, engine)
+    num_replicas = config.engine.num_replicas
+    owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
+    replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
+    name = choose_transport(weights.transport, engine.transports)
+    if weights.delta and name != "shared_memory":
+        raise UserError(f"weights.delta: true: needs transport shared_memory, here it is {name}")
+    grid = EngineGrid(num_replicas, config.engine.tensor_parallel)
+
+    def transport(grid: EngineGrid) -> Transport:
+        folder = Path(weights.folder or Path(config.run.dir) / "weights")
+        timeout = config.run.collective_timeout_seconds
+        delta = weights.delta and grid.layout == "sharded"
+        return build_transport(name, model, grid, owners, engine.dtype, weights.bucket_bytes, timeout, folder, delta)
+
+    probe = None
+    if weights.probe_tokens:
+        max_gap = weights.probe_max_gap or PROBE_MAX_GAP.get(config.precision.recipe, PROBE_MAX_GAP_ROUNDED)
+        probe = LogprobProbe(actor, builder, engine, replica, engine.is_owner, weights.probe_tokens, max_gap)
+    sharded = transport(replace(grid, layout="sharded")) if weights.layout != "full" else None
+    return RemotePublisher(exporter, engine, replica, transport(grid), probe, sharded, weights.layout == "sharded")

@@ -1,0 +1,99 @@
+"""What changed of this rank's slices since they were last published: bitwise, block by block.
+
+The slices as they were published last are kept, in the dtype of the publish: one copy of what the rank sends. A block is `BLOCK_ELEMENTS`
+neighbours of the engine's parameter (fewer at the end of a row that is cut); it is sent whole if one bit of it differs.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from megagrpo.rollout.engines.host.manifest import Patch
+from megagrpo.weights.boxes import Box, sizes
+from megagrpo.weights.plan import Transfer
+from megagrpo.weights.reader import SliceReader
+
+BLOCK_ELEMENTS = 64  # a bit in the manifest stands for 64 elements: at most 1 / 1024 of bfloat16 weights' bytes
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # compares bits: -0.0 is not 0.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """Blocks of one parameter of one engine rank."""
+
+    replica: int
+    destination: int
+    target: int
+    patch: Patch
+    blocks: torch.Tensor  # [blocks that changed, length]
+
+
+class DeltaTracker:
+    """Remembers slices and finds the blocks that differ from them."""
+
+    def __init__(self, reader: SliceReader, dtype: torch.dtype):
+        self.reader, self.dtype = reader, dtype
+        self.version: int | None = None  # that all slices were published as; None: none were, or not all
+        self._published: dict[tuple[str, Box], list[torch.Tensor]] = {}
+        self._pending: dict[tuple[str, Box], list[torch.Tensor]] = {}
+
+    def note(self, transfer: Transfer) -> None:
+        """Keep the slices of a transfer as they are now; `commit` makes them the ones to compare with."""
+        key = transfer.source, transfer.box
+        if key not in self._pending:
+            self._pending[key] = [tensor.to(self.dtype, copy=True).contiguous() for _, tensor in self.reader.read(transfer)]
+
+    def commit(self, version: int) -> None:
+        """All that was noted is published."""
+        self._published |= self._pending
+        self._pending, self.version = {}, version
+
+    def abort(self) -> None:
+        """Forget what was noted, and that engines may build on it."""
+        self._pending, self.version = {}, None
+
+    def changes(self, transfer: Transfer, grid: tuple[int, ...]) -> list[Change]:
+        """Return what differs of a transfer's slices from those of `version`; `grid`: of the target. Notes them too."""
+        self.note(transfer)
+        key = transfer.source, transfer.box
+        found = []
+        for (place, _), new, old in zip(self.reader.read(transfer), self._pending[key], self._published[key], strict=True):
+            for patch, blocks in compare(place, grid, new, old):
+                found.append(Change(transfer.replica, transfer.destination, transfer.target, patch, blocks))
+        return found
+
+
+def compare(place: Box, grid: tuple[int, ...], new: torch.Tensor, old: torch.Tensor) -> list[tuple[Patch, torch.Tensor]]:
+    """Return the patches that make `old` into `new`, contiguous tensors that lie at a place of a grid, with the blocks that changed."""
+    start, stride, rows, inner = strided_rows(place, grid)
+    new, old = new.view(rows, inner), old.view(rows, inner)
+    whole = inner // BLOCK_ELEMENTS
+    parts = [(0, whole, BLOCK_ELEMENTS), (whole * BLOCK_ELEMENTS, 1, inner - whole * BLOCK_ELEMENTS)]
+    found = []
+    for first, blocks, length in parts:
+        if not blocks * length:
+            continue
+        ours = new[:, first : first + blocks * length].reshape(rows, blocks, length)
+        theirs = old[:, first : first + blocks * length].reshape(rows, blocks, length)
+        bits = _BITS[new.dtype.itemsize]
+        changed = (ours.view(bits) != theirs.view(bits)).any(-1)
+        if changed.any():
+            packed = np.packbits(changed.reshape(-1).numpy()).tobytes().hex()
+            found.append((Patch(start + first, stride, rows, blocks, length, packed), ours[changed]))
+    return found
+
+
+def strided_rows(place: Box, grid: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Return a box as rows in the flat tensor: (first element, elements from row to row, rows, elements of a row)."""
+    lengths = sizes(place)
+    strides = [prod(grid[dimension + 1 :]) for dimension in range(len(grid))]
+    start = sum(begin * stride for (begin, _), stride in zip(place, strides, strict=True))
+    dimension = len(grid) - 1
+    while dimension > 0 and lengths[dimension] == grid[dimension]:
+        dimension -= 1
+    inner = prod(lengths[dimension:])
+    outer = [number for number in range(dimension) if lengths[number] > 1]
+    assert len(outer) <= 1, f"{place} in {grid}: rows at two distances"
+    return (start, strides[outer[0]], lengths[outer[0]], inner) if outer else (start, inner, 1, inner)

@@ -1,0 +1,248 @@
+"""Publishing to engines in processes of their own: buckets of slices, acknowledged one by one, as one transaction.
+
+    begin - for each bucket: write slices - checksums - hand over (while the next one is written) - acknowledged - commit - probe
+
+Before every next step all ranks know that the last one went well on all of them: a failure ends the publish on every rank alike.
+"""
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+from megagrpo.rollout.engines.base import EngineError
+from megagrpo.rollout.engines.host.manifest import BucketManifest
+from megagrpo.weights.export import WeightExporter
+from megagrpo.weights.publisher import Publisher, PublishError, PublishStats, Stages, agree
+from megagrpo.weights.transports.base import SLOTS, Transport
+
+Ack = dict[str, Any]
+
+
+class BucketEngine(Protocol):
+    """What is needed of an engine. Every rank has one; a rank that does not own its server goes through the calls and sends nothing."""
+
+    is_owner: bool
+    engine_ranks: int
+
+    @property
+    def weight_version(self) -> int | None:
+        """The version that serves; None: none does."""
+
+    def begin_update(self, version: int) -> None:
+        """Open a transaction."""
+
+    def receive(self, manifest: BucketManifest) -> list[Ack]:
+        """Have the engine's ranks verify and load a bucket; return what each acknowledges."""
+
+    def commit_update(self, version: int) -> None:
+        """Close the transaction: drop caches, serve the version."""
+
+    def abort_update(self) -> None:
+        """Give the open transaction up."""
+
+    def parameter_checksums(self) -> list[dict[str, str]]:
+        """Return the checksums of every engine rank's own parameters, by name. Raises EngineError if it can't tell."""
+
+
+class RemotePublisher(Publisher):
+    """Publishes through a transport.
+
+    Args:
+        exporter: of the same model, for exports.
+        engine: this rank's view of its replica.
+        replica: its number.
+        transport: how weights get there.
+        sharded: the same in layout `sharded`, where `transport` is `full`: taken from the second publish on if the first one shows that it
+            would bring the engine's loader's result, bit for bit.
+        requires_sharded: raise where it would not; else `full` stays, with a note and a count.
+        probe: called after the commit with (version, replicas); raises where engine and trainer disagree. Collective.
+    """
+
+    def __init__(
+        self,
+        exporter: WeightExporter,
+        engine: BucketEngine,
+        replica: int,
+        transport: Transport,
+        probe: Callable[[int, Collection[int]], dict[str, float]] | None = None,
+        sharded: Transport | None = None,
+        requires_sharded: bool = False,
+    ):
+        self.exporter, self.engine, self.replica, self.transport, self.probe = exporter, engine, replica, transport, probe
+        self._sharded, self._requires_sharded = sharded, requires_sharded
+        self._fallbacks = 0
+
+    def publish(self, version: int, replicas: Collection[int] | None = None) -> PublishStats:
+        """Bring the engines to `version`; see Publisher.publish."""
+        chosen = sorted(range(self.transport.plan.grid.replicas) if replicas is None else replicas)
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="publish") as hand_over:
+                stats = self._transfer(version, chosen, hand_over)
+            metrics = self.probe(version, chosen) if self.probe else {}
+            notes = self._try_sharded(version, chosen) if self._sharded else ()
+        except BaseException:
+            if self.replica in chosen:
+                with suppress(EngineError):  # a dead engine can't be told, and is empty when it is started anew
+                    self.engine.abort_update()
+            raise
+        finally:
+            self.transport.close()
+        metrics |= {"publish/full_fallbacks": self._fallbacks}
+        return replace(stats, metrics=stats.metrics | metrics, notes=tuple(notes))
+
+    def _try_sharded(self, version: int, chosen: list[int]) -> list[str]:
+        """Compare the slices that layout `sharded` would send with what the engines' loaders made of the full tensors; take it if equal."""
+        assert self._sharded is not None
+        candidate, self._sharded = self._sharded, None
+        what = f"weight version {version}: layout sharded"
+        problems = []
+        try:
+            is_asked = self.engine.is_owner and self.replica in chosen
+            kept = agree(lambda: self._own_checksums() if is_asked else None, what)[candidate.rank]
+            agree(lambda: candidate.open(version, chosen), what)
+            agree(candidate.attach, what)
+            expected: dict[tuple[int, str], str] = {}
+            for bucket, layout in enumerate(candidate.layouts):
+                agree(lambda bucket=bucket: candidate.write(bucket, 0), what)
+                for part in agree(lambda bucket=bucket: candidate.checksums(bucket, 0), what):
+                    for (replica, number), checksum in part.items():
+                        if replica == self.replica:
+                            expected[layout.tensors[number].destination, layout.tensors[number].target.name] = checksum
+            mine = describe_difference(expected, kept) if is_asked else None
+            problems = [problem for problem in agree(lambda: mine, what) if problem]
+        finally:
+            candidate.close()
+        if not problems:
+            self.transport = candidate
+            return [f"{what}: equal to what the engine's loader made, bit for bit; used from now on"]
+        if self._requires_sharded:
+            raise PublishError(f"weights.layout: sharded: {problems[0]}")
+        self._fallbacks = 1
+        return [f"warning: {what}: not used, full tensors are sent: {problems[0]}"]
+
+    def _transfer(self, version: int, chosen: list[int], hand_over: ThreadPoolExecutor) -> PublishStats:
+        transport, stages, takes_part = self.transport, Stages(), self.replica in chosen
+        base = self._base_version(version, chosen)
+        agree(lambda: self._begin(version, chosen, base), f"weight version {version}: begin")
+        agree(transport.attach, f"weight version {version}: attach")
+        pending: Future[int] | None = None
+        acknowledged = 0
+        for bucket in range(len(transport.plan.buckets)):
+            slot = bucket % SLOTS
+            with stages.stage("write"):
+                agree(lambda bucket=bucket, slot=slot: transport.write(bucket, slot), f"weight version {version}: bucket {bucket}")
+            with stages.stage("checksum_and_wait"):
+                # The other slot is free once the bucket before is acknowledged; all ranks must know before they write there.
+                def check(bucket: int = bucket, slot: int = slot, pending: Future[int] | None = pending) -> tuple[dict, int]:
+                    return transport.checksums(bucket, slot), pending.result() if pending else 0
+
+                found = agree(check, f"weight version {version}")
+                acknowledged += sum(count for _, count in found)
+            checksums = {key: checksum for part, _ in found for key, checksum in part.items()}
+            pending = hand_over.submit(self._hand_over, version, bucket, slot, checksums, stages) if takes_part else None
+        with stages.stage("checksum_and_wait"):
+            acknowledged += sum(agree(lambda: pending.result() if pending else 0, f"weight version {version}"))
+        with stages.stage("commit"):
+            commit = lambda is_owner: (  # noqa: E731 (owners first: a follower must not believe in a version that was not committed)
+                self.engine.commit_update(version) if takes_part and self.engine.is_owner == is_owner else None
+            )
+            agree(lambda: commit(True), f"weight version {version}: commit")
+            agree(lambda: commit(False), f"weight version {version}: commit")
+        transport.committed(version)
+        return self._sum_up(version, len(chosen), acknowledged, stages)
+
+    def _own_checksums(self) -> list[dict[str, str]] | str:
+        """Return what the engine says of its parameters, or why it says nothing."""
+        try:
+            return self.engine.parameter_checksums()
+        except EngineError as error:
+            return str(error)
+
+    def _base_version(self, version: int, chosen: list[int]) -> int | None:
+        """Return the version that all chosen engines hold, if changes to it are known; None: they get everything. Collective then."""
+        base = self.transport.base_version
+        if base is None:
+            return None
+        held = agree(lambda: self.engine.weight_version if self.replica in chosen else base, f"weight version {version}: begin")
+        return base if all(one == base for one in held) else None
+
+    def _begin(self, version: int, chosen: list[int], base_version: int | None) -> None:
+        if self.replica in chosen:
+            self.engine.begin_update(version)
+        self.transport.open(version, chosen, base_version)
+
+    def _hand_over(self, version: int, bucket: int, slot: int, checksums: dict[tuple[int, int], str], stages: Stages) -> int:
+        """Give a complete bucket to this rank's engine, while the next is written; return the bytes that its ranks acknowledged."""
+        layout = self.transport.layouts[bucket]
+        own = [checksums[self.replica, number] for number in range(len(layout.tensors))]
+        if not self.engine.is_owner:
+            self.engine.receive(self.transport.describe(version, bucket, own, {}))
+            return 0
+        manifest = self.transport.manifest(version, bucket, slot, self.replica, own)
+        with stages.stage("load"):
+            acks = self.engine.receive(manifest)
+        check_acks(manifest, acks, self.engine.engine_ranks, self.transport.plan.hash)
+        return sum(ack["bytes"] for ack in acks)
+
+    def _sum_up(self, version: int, num_replicas: int, acknowledged: int, stages: Stages) -> PublishStats:
+        """Add the ranks' numbers up. Collective."""
+        plan, stats = self.transport.plan, self.transport.stats
+        rows = agree(
+            lambda: (stats.written_bytes, stats.sent_bytes, stats.peak_bytes, stages.seconds, stats.planned_bytes), "weights: numbers"
+        )
+        written = sum(row[0] for row in rows)
+        kept = sum(target.numel for targets in plan.targets for target in targets) * plan.itemsize * num_replicas
+        readers = 1 if plan.grid.layout == "sharded" else self.engine.engine_ranks  # under `full` every rank reads all of it
+        metrics = {
+            "publish/written_bytes": written,
+            "publish/written_share": written / max(sum(row[4] for row in rows), 1),
+            "publish/sent_bytes": sum(row[1] for row in rows),
+            "publish/acknowledged_bytes": acknowledged,
+            "publish/kept_ratio": acknowledged / (kept * readers),
+            "publish/peak_bytes": max(row[2] for row in rows),
+            "publish/buckets": len(plan.buckets),
+        }
+        measured = sorted({name for row in rows for name in row[3]})
+        metrics |= {f"publish/{name}_seconds": max(row[3].get(name, 0.0) for row in rows) for name in measured}
+        return PublishStats(version, acknowledged if self.engine.is_owner else 0, acknowledged, metrics)
+
+    def close(self) -> None:
+        """Give the transport's memory back."""
+        self.transport.close()
+
+
+def check_acks(manifest: BucketManifest, acks: list[Ack], engine_ranks: int, plan_hash: str) -> None:
+    """Compare what engine ranks acknowledge with what was sent.
+
+    Raises:
+        PublishError: names the engine rank, the tensor and both values.
+    """
+    where = f"weight version {manifest.version}, plan {plan_hash}"
+    by_rank = {ack["rank"]: ack for ack in acks}
+    for rank in range(engine_ranks):
+        if rank not in by_rank:
+            raise PublishError(f"{where}: engine rank {rank} acknowledged nothing")
+        ack, entries = by_rank[rank], manifest.entries_for(rank)
+        if ack["version"] != manifest.version:
+            raise PublishError(f"{where}: engine rank {rank} acknowledged version {ack['version']}")
+        for entry in entries:
+            found = ack["tensors"].get(entry.name)
+            if found != entry.checksum:
+                raise PublishError(f"{where}: engine rank {rank}: {entry.name}: checksum {found}, sent was {entry.checksum}")
+        expected = sum(entry.nbytes for entry in entries)
+        if ack["bytes"] != expected:
+            raise PublishError(f"{where}: engine rank {rank} acknowledged {ack['bytes']} bytes, sent were {expected}")
+
+
+def describe_difference(expected: dict[tuple[int, str], str], kept: list[dict[str, str]] | str) -> str | None:
+    """Return the first difference between planned parameters, by (engine rank, name), and an engine's own; None where there is none."""
+    if isinstance(kept, str):
+        return kept
+    found = {(rank, name): checksum for rank, parameters in enumerate(kept) for name, checksum in parameters.items()}
+    for rank, name in sorted(expected.keys() | found.keys()):
+        planned, own = expected.get((rank, name)), found.get((rank, name))
+        if planned != own:
+            return f"engine rank {rank}: {name}: planned {planned or 'nothing'}, the loader made {own or 'nothing'}"
+    return None

@@ -1,0 +1,195 @@
+"""The contract of a transport: how the slices of a bucket come together in memory that an engine's ranks can read.
+
+A transport has two memories (slots) for every replica and uses them in turn: while the engine loads one bucket the next is written. They
+exist during a publish only. A subclass says where the memory is and how the slices get there.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from megagrpo.rollout.engines.host.manifest import BucketManifest, TensorEntry, checksum_of
+from megagrpo.weights.boxes import Box, slices
+from megagrpo.weights.bucket_layout import BucketLayout, PlacedTensor
+from megagrpo.weights.plan import PublishPlan, Transfer
+from megagrpo.weights.reader import SliceReader
+
+SLOTS = 2
+
+
+@dataclass
+class TransportStats:
+    """What one publish moved on this rank."""
+
+    planned_bytes: int = 0  # of this rank's slices
+    written_bytes: int = 0  # of these, to wherever they go; less where only changes are sent
+    sent_bytes: int = 0  # of these, through a process group
+    peak_bytes: int = 0  # most memory beside the model's: this rank's slots and messages
+
+
+@dataclass(frozen=True)
+class TransportContext:
+    """What every transport needs to know."""
+
+    plan: PublishPlan
+    reader: SliceReader
+    rank: int
+    world_size: int
+    owners: tuple[int, ...]  # the trainer rank that hands buckets to each replica
+    dtype: torch.dtype  # of the weights on their way
+    timeout_seconds: float
+    token: str  # names this run's memories; equal on all ranks
+
+
+class Transport(ABC):
+    """Brings a bucket's slices together, for every replica at once.
+
+    Calls of a publish, by every rank, each checked by all before the next: `open`, `attach`, then per bucket `write`, `checksums`; `close`
+    also after an error.
+    """
+
+    name: ClassVar[str]
+    # Buckets of memory that a rank has at its peak. Where it is more than two, buckets are planned smaller: the bytes stay those of two.
+    buckets_alive: ClassVar[int] = SLOTS
+
+    def __init__(self, context: TransportContext):
+        self.context, self.plan, self.rank = context, context.plan, context.rank
+        self.stats = TransportStats()
+        self.version = -1
+        self.chosen: tuple[int, ...] = ()  # replicas of the publish that is under way
+        self.memory: dict[tuple[int, int], torch.Tensor] = {}  # (replica, slot) -> bytes [slot_bytes], of those that this rank can reach
+
+    @cached_property
+    def layouts(self) -> list[BucketLayout]:
+        """The memory layout of every bucket."""
+        return [BucketLayout(self.plan, bucket) for bucket in self.plan.buckets]
+
+    @cached_property
+    def _all_sends(self) -> list[list[Transfer]]:
+        """What this rank sends of every bucket."""
+        return [self.plan.sends(bucket, self.rank) for bucket in self.plan.buckets]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a slot: that of the largest bucket."""
+        return max(layout.nbytes for layout in self.layouts)
+
+    @property
+    def own_replicas(self) -> list[int]:
+        """Replicas of this publish to which this rank hands buckets."""
+        return [replica for replica in self.chosen if self.context.owners[replica] == self.rank]
+
+    def sends(self, bucket: int) -> list[Transfer]:
+        """Return what this rank sends of a bucket in this publish."""
+        return [transfer for transfer in self._all_sends[bucket] if transfer.replica in self.chosen]
+
+    @property
+    def base_version(self) -> int | None:
+        """The version from which engines can be brought to the next one by what changed alone; None: by no version."""
+        return None
+
+    def open(self, version: int, replicas: Sequence[int], base_version: int | None = None) -> None:
+        """Begin a publish: make the slots of the replicas that this rank owns.
+
+        Args:
+            base_version: `base_version` of this transport, if all of the replicas hold it; None: everything is sent.
+
+        Raises:
+            OSError: there is no room.
+        """
+        self.version, self.chosen = version, tuple(replicas)
+        self.stats = TransportStats()
+        for replica in self.own_replicas:
+            for slot in range(SLOTS):
+                self.memory[replica, slot] = self.make_slot(replica, slot)
+        self.note_peak()
+
+    @abstractmethod
+    def make_slot(self, replica: int, slot: int) -> torch.Tensor:
+        """Return memory [slot_bytes] of bytes, zeros."""
+
+    @abstractmethod
+    def attach(self) -> None:
+        """Reach the slots that other ranks made, where the transport writes there directly."""
+
+    def write(self, bucket: int, slot: int) -> None:
+        """Bring this rank's slices of a bucket to their places; when all ranks have, the slots are complete. Collective over all ranks."""
+        try:
+            self.write_slices(bucket, slot)
+        finally:
+            self.context.reader.forget()  # its copies are of the weights of this version
+
+    @abstractmethod
+    def write_slices(self, bucket: int, slot: int) -> None:
+        """Do what `write` says, in the transport's way."""
+
+    @abstractmethod
+    def location(self, replica: int, slot: int) -> dict[str, Any]:
+        """Return where a slot is, for the manifest. The owner's call."""
+
+    def committed(self, version: int) -> None:  # noqa: B027 (most remember nothing)
+        """All replicas of this publish hold `version`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the slots back. Allowed at any time, twice too."""
+
+    def checksums(self, bucket: int, slot: int) -> dict[tuple[int, int], str]:
+        """Return {(replica, position in the layout): checksum} of complete parameters; every one is in some rank's answer once."""
+        return {
+            (replica, number): checksum_of(self.view(replica, slot, placed).cpu())
+            for replica in self.own_replicas
+            for number, placed in enumerate(self.layouts[bucket].tensors)
+        }
+
+    def describe(self, version: int, bucket: int, checksums: Sequence[str], location: dict[str, Any]) -> BucketManifest:
+        """Return the manifest of a complete bucket at a place."""
+        sharded = self.plan.grid.layout == "sharded"
+        dtype = str(self.context.dtype).removeprefix("torch.")
+        entries = []
+        for placed, checksum in zip(self.layouts[bucket].tensors, checksums, strict=True):
+            target, rank = placed.target, placed.destination if sharded else None
+            entries.append(TensorEntry(target.name, dtype, target.shape, placed.offset, placed.nbytes, checksum, rank))
+        return BucketManifest(version, self.manifest_transport, location, self.plan.grid.layout, tuple(entries))
+
+    def manifest(self, version: int, bucket: int, slot: int, replica: int, checksums: Sequence[str]) -> BucketManifest:
+        """Return the manifest of a complete bucket of a replica; what its location names is there when this returns. The owner's call."""
+        return self.describe(version, bucket, checksums, self.location(replica, slot))
+
+    @property
+    def manifest_transport(self) -> str:
+        """The transport's name in manifests: how the engine reads the memory."""
+        return self.name
+
+    # ---- what subclasses share
+
+    def view(self, replica: int, slot: int, placed: PlacedTensor) -> torch.Tensor:
+        """Return a parameter's memory, in the grid in which its parts are placed."""
+        raw = self.memory[replica, slot][placed.offset : placed.offset + placed.nbytes]
+        return raw.view(self.context.dtype).view(placed.target.grid)
+
+    def put(self, bucket: int, slot: int, transfer: Transfer, place: Box, tensor: torch.Tensor) -> None:
+        """Copy a slice to its place, in the dtype of the publish."""
+        placed = self.layouts[bucket].find(transfer.destination, transfer.target)
+        self.view(transfer.replica, slot, placed)[slices(place)].copy_(tensor)
+
+    def put_own(self, bucket: int, slot: int, transfer: Transfer) -> None:
+        """Copy this rank's slices of a transfer straight from the weights to their places."""
+        for place, tensor in self.context.reader.read(transfer):
+            self.put(bucket, slot, transfer, place, tensor)
+
+    def clear_padding(self, bucket: int, slot: int) -> None:
+        """Zero the rows that nobody sends in the slots that this rank owns."""
+        for placed in self.layouts[bucket].tensors:
+            if rows := placed.padding_rows:
+                for replica in self.own_replicas:
+                    self.view(replica, slot, placed)[-rows:].zero_()
+
+    def note_peak(self, message_bytes: int = 0) -> None:
+        """Count the memory of this rank's own slots and of messages on their way."""
+        own = sum(memory.nbytes for (replica, _), memory in self.memory.items() if replica in self.own_replicas)
+        self.stats.peak_bytes = max(self.stats.peak_bytes, own + message_bytes)

@@ -1,0 +1,87 @@
+"""Buckets in safetensors files of a folder that trainer and engines both reach: for engines elsewhere."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from megagrpo.rollout.engines.host.manifest import BucketManifest, TensorEntry
+from megagrpo.weights.transports.base import SLOTS, TransportContext
+from megagrpo.weights.transports.group import GroupTransport
+
+_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class DiskTransport(GroupTransport):
+    """Slices go to the owner as in the group transport; it writes its memory to a file, which the engine maps.
+
+    A file is written under another name first: an engine never sees a part of one.
+    """
+
+    name: ClassVar[str] = "disk"
+
+    def __init__(self, context: TransportContext, folder: Path):
+        super().__init__(context)
+        self.folder = folder
+
+    @property
+    def manifest_transport(self) -> str:
+        """The engine maps the safetensors file."""
+        return self.name
+
+    def make_slot(self, replica: int, slot: int) -> torch.Tensor:
+        """Return plain memory; the file comes with the manifest."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return torch.zeros(self.slot_bytes, dtype=torch.uint8)
+
+    def location(self, replica: int, slot: int) -> dict[str, Any]:
+        """Return the file's path."""
+        return {"path": str(self._file(replica, slot).resolve())}
+
+    def manifest(self, version: int, bucket: int, slot: int, replica: int, checksums: Sequence[str]) -> BucketManifest:
+        """Write the file, and describe it: offsets count from its first byte."""
+        described = super().manifest(version, bucket, slot, replica, checksums)
+        header, entries = lay_out_safetensors(described.tensors)
+        target = self._file(replica, slot)
+        partial = target.with_suffix(".partial")
+        memory = self.memory[replica, slot].numpy()
+        with open(partial, "wb") as file:
+            file.write(header)
+            for entry in described.tensors:
+                file.write(memory[entry.offset : entry.offset + entry.nbytes].data)
+        partial.rename(target)
+        return replace(described, tensors=entries)
+
+    def close(self) -> None:
+        """Remove the files."""
+        for replica in self.own_replicas:
+            for slot in range(SLOTS):
+                self._file(replica, slot).unlink(missing_ok=True)
+                self._file(replica, slot).with_suffix(".partial").unlink(missing_ok=True)
+        super().close()
+
+    def _file(self, replica: int, slot: int) -> Path:
+        return self.folder / f"bucket_{self.context.token}_r{replica}_{slot}.safetensors"
+
+
+def lay_out_safetensors(tensors: Sequence[TensorEntry]) -> tuple[bytes, tuple[TensorEntry, ...]]:
+    """Return the head of a safetensors file of these tensors, without gaps, and the tensors with their offsets in it.
+
+    A slice of one engine rank is named RANK/NAME there, since the ranks' slices share names.
+    """
+    header, position = {}, 0
+    for entry in tensors:
+        name = entry.name if entry.rank is None else f"{entry.rank}/{entry.name}"
+        end = position + entry.nbytes
+        header[name] = {"dtype": _SAFETENSORS_DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # the first tensor begins at a multiple of 64, the others at one of their element size
+    placed, position = [], 8 + len(text)
+    for entry in tensors:
+        placed.append(replace(entry, offset=position))
+        position += entry.nbytes
+    return len(text).to_bytes(8, "little") + text, tuple(placed)

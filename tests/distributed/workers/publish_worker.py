@@ -1,0 +1,237 @@
+"""Worker: what reaches every engine rank, from every trainer layout and by every transport, equals the HF checkpoint's slices to the bit.
+
+Arguments: folder with one HF model per sub-folder, scratch folder, then layouts such as tp2pp2sp. The engines are stand-ins that read
+buckets with the module that engine processes read them with; what they must have received is computed from the checkpoint file.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from megagrpo.device import device as device_module
+
+DEVICE = device_module.setup()
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "unit" / "weights"))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from labelled_models import kept_by  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from megagrpo.models.build import StageModel, build_transformer_config, load_stage_model  # noqa: E402
+from megagrpo.models.family import read_hf_config  # noqa: E402
+from megagrpo.models.precision import build_precision  # noqa: E402
+from megagrpo.parallel.groups import build_groups, destroy_groups  # noqa: E402
+from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
+from megagrpo.rollout.engines.base import EngineError  # noqa: E402
+from megagrpo.rollout.engines.host.manifest import build_ack, open_tensors  # noqa: E402
+from megagrpo.weights.build import build_transport  # noqa: E402
+from megagrpo.weights.export import WeightExporter  # noqa: E402
+from megagrpo.weights.publisher import PublishError  # noqa: E402
+from megagrpo.weights.remote import RemotePublisher  # noqa: E402
+from megagrpo.weights.targets import EngineGrid  # noqa: E402
+
+BUCKET_BYTES = 60_000  # several buckets, some with a parameter larger than this
+
+
+class ReceivingEngine:
+    """Reads buckets as an engine's ranks do, keeps copies and acknowledges; can be told to misbehave at a bucket."""
+
+    def __init__(self, is_owner: bool, engine_ranks: int):
+        self.is_owner, self.engine_ranks = is_owner, engine_ranks
+        self.received: list[dict[str, torch.Tensor]] = [{} for _ in range(engine_ranks)]
+        self.calls: list[str] = []
+        self.fault: tuple[int, str] | None = None
+        self.weight_version: int | None = None
+
+    def begin_update(self, version: int) -> None:
+        self.calls.append(f"begin {version}")
+        self.weight_version = None
+        self.buckets = 0
+
+    def receive(self, manifest) -> list[dict]:
+        if not self.is_owner:
+            return []
+        self.buckets += 1
+        fault = self.fault[1] if self.fault and self.fault[0] == self.buckets else None
+        if fault == "raises":
+            raise EngineError("the server went away")
+        for rank, tensors in enumerate(self.received):
+            for name, tensor in open_tensors(manifest, rank, dict(tensors)):
+                tensors[name] = tensor.clone()
+        acks = [build_ack(manifest, rank) for rank in range(self.engine_ranks)]
+        if fault == "checksum":
+            name = next(iter(acks[0]["tensors"]))
+            acks[0]["tensors"][name] = "0badc0de"
+        return acks
+
+    def commit_update(self, version: int) -> None:
+        self.calls.append(f"commit {version}")
+        self.weight_version = version
+
+    def abort_update(self) -> None:
+        self.calls.append("abort")
+
+
+def owner_of(replica: int, world: int, replicas: int) -> int:
+    return -(-replica * world // replicas)
+
+
+def publisher_of(
+    model: StageModel, grid: EngineGrid, transport: str, dtype: torch.dtype, folder: Path, delta: bool = False
+) -> RemotePublisher:
+    groups = model.groups
+    owners = [owner_of(replica, groups.world_size, grid.replicas) for replica in range(grid.replicas)]
+    replica = groups.rank * grid.replicas // groups.world_size
+    built = build_transport(transport, model, grid, owners, dtype, BUCKET_BYTES, 60.0, folder, delta)
+    engine = ReceivingEngine(owners[replica] == groups.rank, grid.tp)
+    return RemotePublisher(WeightExporter(model), engine, replica, built)
+
+
+def check_received(publisher: RemotePublisher, tensors: dict[str, torch.Tensor], dtype: torch.dtype, what: str) -> None:
+    """Compare all tensors of this rank's engine, if it owns one, with what is cut from full tensors."""
+    grid, engine, hf = publisher.transport.plan.grid, publisher.engine, publisher.exporter.model.hf
+    if not engine.is_owner:
+        return
+    checkpoint = {name: tensor.to(dtype).float().numpy() for name, tensor in tensors.items()}
+    for rank, received in enumerate(engine.received):
+        expected = checkpoint if grid.layout == "full" else kept_by(hf, checkpoint, grid.tp, grid.ep, rank)
+        assert received.keys() == expected.keys(), f"{what}: {received.keys() ^ expected.keys()}"
+        for name, array in expected.items():
+            array = torch.from_numpy(array)
+            if grid.layout == "sharded" and ("embed_tokens" in name or "lm_head" in name):
+                array = torch.where(array == -2, 0, array)  # the reference marks padding with -2; engines hold zeros there
+            assert received[name].dtype == dtype and torch.equal(received[name].float(), array), f"{what}: {name} of engine rank {rank}"
+
+
+def check_model(folder: Path, layout: str, groups, scratch: Path) -> None:
+    hf = read_hf_config(folder)
+    sp = groups.tp.size() > 1 and hf.num_experts is not None
+    model = load_stage_model(
+        str(folder), hf, build_transformer_config(hf, groups, build_precision("fp32"), sp), groups, DEVICE, use_te=False
+    )
+    grids = [("shared_memory", EngineGrid(2, 2, 1, "sharded")), ("group", EngineGrid(1, 4, 4 if hf.num_experts else 1, "sharded"))]
+    grids += [("shared_memory", EngineGrid(1, 2, 1, "full")), ("disk", EngineGrid(3, 1, 1, "full")), ("group", EngineGrid(4, 1))]
+    for transport, grid in grids:
+        for dtype in (torch.float32, torch.bfloat16) if transport == "shared_memory" else (torch.float32,):
+            what = f"{folder.name} {layout} {transport} {grid} {dtype}"
+            publisher = publisher_of(model, grid, transport, dtype, scratch)
+            metrics = publisher.publish(1).metrics
+            check_received(publisher, load_file(folder / "model.safetensors"), dtype, what)
+            assert metrics["publish/kept_ratio"] == 1.0, what
+            kept = sum(target.numel for targets in publisher.transport.plan.targets for target in targets) * dtype.itemsize
+            padding = sum(
+                placed.padding_rows * placed.target.numel // max(placed.target.shape[0], 1)
+                for bucket in publisher.transport.layouts
+                for placed in bucket.tensors
+            )
+            assert metrics["publish/written_bytes"] == (kept - padding * dtype.itemsize) * grid.replicas, what
+            limit = max(2 * BUCKET_BYTES, publisher.transport.buckets_alive * publisher.transport.slot_bytes)
+            assert metrics["publish/peak_bytes"] <= limit * (grid.tp if grid.layout == "sharded" else 1), what
+
+
+def check_faults(folder: Path, groups, scratch: Path) -> None:
+    """A failure at any rank ends the publish on all of them with one reason, and nothing is left behind."""
+    hf = read_hf_config(folder)
+    config = build_transformer_config(hf, groups, build_precision("fp32"), False)
+    model = load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False)
+    publisher = publisher_of(model, EngineGrid(2, 1, 1, "sharded"), "shared_memory", torch.float32, scratch)
+    engine = publisher.engine
+
+    def fails_with(pattern: str, version: int) -> None:
+        engine.calls.clear()
+        try:
+            publisher.publish(version)
+        except PublishError as error:
+            assert re.search(pattern, str(error)), f"{pattern} not in: {error}"
+        else:
+            raise AssertionError(f"{pattern}: nothing was raised on rank {groups.rank}")
+        assert engine.calls[-1] == "abort" and f"commit {version}" not in engine.calls, engine.calls
+        dist.barrier()  # each rank removes its own files
+        left = list(Path("/dev/shm").glob(f"megagrpo_{publisher.transport.context.token}*"))
+        dist.barrier()  # before the next publish makes some
+        assert not left
+
+    for bucket in (1, 2):
+        engine.fault = (bucket, "raises") if publisher.replica == 1 else None
+        fails_with(r"rank 2: weight version \d+: the server went away", 10 + bucket)
+        engine.fault = (bucket, "checksum") if publisher.replica == 1 else None
+        fails_with(r"rank 2: .*engine rank 0: \S+: checksum 0badc0de, sent was [0-9a-f]{8}", 20 + bucket)
+    engine.fault = None
+    parameter = next(parameter for name, parameter in model.chunks[0].named_parameters() if "layernorm" in name)
+    kept = parameter.detach().clone()
+    if groups.rank == 3:
+        parameter.data[0] = float("nan")
+    fails_with(r"rank \d: .*norm.weight.*not finite", 31)
+    parameter.data.copy_(kept)
+    publisher.publish(40)
+    check_received(publisher, load_file(folder / "model.safetensors"), torch.float32, "after faults")
+    engine.calls.clear()
+    publisher.publish(41, replicas=[1])  # one that was started anew, while the other serves on
+    assert bool(engine.calls) == (publisher.replica == 1)
+
+
+def check_delta(folder: Path, groups, scratch: Path) -> None:
+    """After any history of versions an engine that is sent changes holds what one that is sent everything holds, to the bit."""
+    hf = read_hf_config(folder)
+    sp = groups.tp.size() > 1 and hf.num_experts is not None
+    config = build_transformer_config(hf, groups, build_precision("fp32"), sp)
+    model = load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False)
+    for dtype, grid in ((torch.float32, EngineGrid(2, 2, 1, "sharded")), (torch.bfloat16, EngineGrid(1, 4, 1, "sharded"))):
+        by_changes = publisher_of(model, grid, "shared_memory", dtype, scratch, delta=True)
+        by_all = publisher_of(model, grid, "shared_memory", dtype, scratch)
+        parameters = list(model.chunks[0].parameters())
+        shares = []
+        for version in range(1, 9):
+            if version > 1:  # a few elements, the same on ranks that hold the same; the second change is to -0.0, which equals 0.0
+                parameter = parameters[version % len(parameters)].data.view(-1)
+                parameter[version::4096] = {2: 0.0, 3: -0.0}.get(version, parameter[version::4096] * 1.5)
+            if version == 3:
+                parameters[2 % len(parameters)].data.view(-1)[2::4096] = -0.0
+            if version == 6 and by_changes.replica == grid.replicas - 1:
+                by_changes.engine.weight_version = 3  # this one missed versions
+            if version == 7:  # a publish that fails half-way: engines are stale, the next one sends everything
+                by_changes.engine.fault = (2, "checksum") if by_changes.replica == 0 else None
+                try:
+                    by_changes.publish(version)
+                except PublishError:
+                    by_changes.engine.fault = None
+                else:
+                    raise AssertionError("a wrong checksum passed")
+                continue
+            shares.append(by_changes.publish(version).metrics["publish/written_share"])
+            by_all.publish(version)
+            full = {name: tensor.clone() for name, tensor in by_all.exporter.tensors()}
+            check_received(by_all, full, dtype, f"{folder.name} {dtype} version {version}")
+            for rank, expected in enumerate(by_all.engine.received):
+                for name, tensor in expected.items():
+                    received = by_changes.engine.received[rank][name]
+                    bits = torch.int32 if dtype == torch.float32 else torch.int16
+                    assert torch.equal(received.view(bits), tensor.view(bits)), f"{folder.name} {dtype} version {version}: {name}"
+        sent_all = [1, 6, 8]
+        versions = [1, 2, 3, 4, 5, 6, 8]
+        assert all((share == 1.0) == (version in sent_all) for share, version in zip(shares, versions, strict=True)), shares
+        assert all(share < 0.2 for share, version in zip(shares, versions, strict=True) if version not in sent_all), shares
+
+
+def main() -> None:
+    models, scratch, *layouts = sys.argv[1:]
+    for layout in layouts:
+        sizes = {name: int(size) for name, size in re.findall(r"(etp|ep|tp|cp|vpp|pp)(\d+)", layout)}
+        groups = build_groups(ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes), timeout_seconds=120)
+        for folder in [Path(models) / name for name in ("llama_tied_llama3_rope", "qwen2", "qwen3", "qwen3_moe")]:
+            if read_hf_config(folder).num_experts is None and {"ep", "etp"} & sizes.keys():
+                continue
+            check_model(folder, layout, groups, Path(scratch))
+        if layout == layouts[0]:
+            check_faults(Path(models) / "qwen3", groups, Path(scratch))
+            check_delta(Path(models) / "llama_tied_llama3_rope", groups, Path(scratch))
+        if layout == layouts[-1]:
+            check_delta(Path(models) / "qwen3_moe", groups, Path(scratch))
+        destroy_groups()
+    print("PUBLISH OK", layouts)
+
+
+if __name__ == "__main__":
+    main()
