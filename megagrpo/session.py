@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.checkpoint.lock import RunLock, hold_run_folder
 from megagrpo.config.checks import build_layout, sequence_alignment, token_alignment
+from megagrpo.config.engine_checks import EMBEDDED_ENGINES
 from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
 from megagrpo.config.schema import Config, EvaluationSetConfig
 from megagrpo.device.device import set_deterministic
@@ -114,7 +115,9 @@ def build_session(config: Config, device: torch.device) -> Session:
     builder = MicroBatchBuilder(device, rules, pad_token_id, use_te, layout.cp, groups.cp_rank)
     updater = PolicyUpdater(config, actor, reference, algorithm, groups, layout, builder, rules)
     engine = build_rollout_engine(config, groups, hf_folder, tokenizer, device, precision.params_dtype)
-    generator = RolloutGenerator(engine, rewards, groups, replicas_of_ranks(config, groups.world_size))
+    generator = RolloutGenerator(
+        engine, rewards, groups, replicas_of_ranks(config, groups.world_size), is_embedded=config.engine.name in EMBEDDED_ENGINES
+    )
     sampler = PromptSampler(source, config.run.seed)
     return Session(
         config=config,

@@ -14,8 +14,9 @@ from megagrpo.errors import UserError
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.background import BackgroundWork
-from megagrpo.rollout.dealing import LengthEstimates, deal_groups
-from megagrpo.rollout.engines.base import Engine
+from megagrpo.rollout.dealing import LengthEstimates
+from megagrpo.rollout.engines.base import Engine, EngineError
+from megagrpo.rollout.replica_states import EngineFailure, ReplicaStates
 from megagrpo.rollout.rollouts import CompletionRecord, SampleKey, StepRollouts
 from megagrpo.types import Completion, Prompt, Reward, SamplingParams
 
@@ -43,6 +44,7 @@ class ScoredCompletions:
     rewards: Mapping[SampleKey, Reward]
     generation_seconds: float = 0.0
     scoring_wait_seconds: float = 0.0  # after the last completion, until the last score
+    failure: EngineFailure | None = None  # of the engine, before the share was complete
 
 
 class PendingRollouts:
@@ -63,8 +65,16 @@ class PendingRollouts:
 class RolloutGenerator:
     """The engines and reward workers of all ranks as one: every rank calls, each does its share."""
 
-    def __init__(self, engine: Engine, rewards: RewardPool, groups: ParallelGroups, replica_of_rank: Sequence[int]):
-        self.engine, self.rewards, self.groups, self.replica_of_rank = engine, rewards, groups, replica_of_rank
+    def __init__(
+        self, engine: Engine, rewards: RewardPool, groups: ParallelGroups, replica_of_rank: Sequence[int], is_embedded: bool = True
+    ):
+        """
+        Args:
+            replica_of_rank: the engine replica that each rank generates through.
+            is_embedded: the engine is part of the rank: where it fails, another rank's would too. Otherwise other replicas take over.
+        """
+        self.engine, self.rewards, self.groups, self.is_embedded = engine, rewards, groups, is_embedded
+        self.replicas = ReplicaStates(replica_of_rank)
         self._stopping = False
 
     def generate(self, request: RolloutRequest) -> StepRollouts:
@@ -75,15 +85,11 @@ class RolloutGenerator:
         Raises:
             UserError, RolloutFailedError: it failed on some rank; raised on all of them.
         """
-        try:
-            outcome: ScoredCompletions | BaseException = self._sample_and_score(request, self._deal(request))
-        except Exception as error:
-            outcome = error
-        return self._gather(request, outcome)
+        return self._gather(request, self._attempt(request, range(len(request.prompts))))
 
     def start(self, request: RolloutRequest) -> PendingRollouts:
         """Begin this rank's share of `request` in a thread. Every rank must, and then `finish` it; the engine is taken until it ended."""
-        mine = self._deal(request)
+        mine = self._deal(request, range(len(request.prompts)))
         return PendingRollouts(request, BackgroundWork(lambda: self._sample_and_score(request, mine), "generate"))
 
     def finish(self, pending: PendingRollouts) -> StepRollouts:
@@ -98,36 +104,47 @@ class RolloutGenerator:
 
     # ---- this rank's share
 
-    def _deal(self, request: RolloutRequest) -> list[int]:
-        costs = [
-            len(prompt.token_ids) + request.completions_per_prompt * request.lengths.expected_tokens(prompt) for prompt in request.prompts
-        ]
-        return deal_groups(costs, self.replica_of_rank)[self.groups.rank]
+    def _attempt(self, request: RolloutRequest, groups: Sequence[int]) -> ScoredCompletions | BaseException:
+        """Return this rank's share of `groups`, or what it failed with, which the others are to be told."""
+        try:
+            return self._sample_and_score(request, self._deal(request, groups))
+        except Exception as error:
+            return error
+
+    def _deal(self, request: RolloutRequest, groups: Sequence[int]) -> list[int]:
+        prompts = [request.prompts[group] for group in groups]
+        costs = [len(prompt.token_ids) + request.completions_per_prompt * request.lengths.expected_tokens(prompt) for prompt in prompts]
+        return [groups[number] for number in self.replicas.deal(costs)[self.groups.rank]]
 
     def _sample_and_score(self, request: RolloutRequest, mine: Sequence[int]) -> ScoredCompletions:
-        """Sample the groups `mine`, and score each as soon as it is there. No collective.
+        """Sample the groups `mine`, and score each as soon as it is there. No collective. An engine that fails ends the share early.
 
         The k-th occurrence of a prompt takes the k-th run of completion indices.
         """
         started = time.perf_counter()
         scores: dict[int, Future[list[Reward]]] = {}
         completions: dict[SampleKey, Completion] = {}
-        count = request.completions_per_prompt
+        count, failure = request.completions_per_prompt, None
         for occurrence, groups in self._by_occurrence(request.prompts, mine).items():
             if self._stopping:
                 break
             prompts = [request.prompts[group] for group in groups]
 
             def on_group(position: int, group: list[Completion], groups: list[int] = groups, prompts: list[Prompt] = prompts) -> None:
+                completions.update({(groups[position], place): completion for place, completion in enumerate(group)})
                 scores[groups[position]] = self.rewards.submit([prompts[position]] * len(group), group)
 
             start = request.first_index + occurrence * count
-            sampled = self.engine.generate(prompts, request.sampling, range(start, start + count), on_group)
-            for group, members in zip(groups, sampled, strict=True):
-                completions |= {(group, place): completion for place, completion in enumerate(members)}
+            try:
+                self.engine.generate(prompts, request.sampling, range(start, start + count), on_group)
+            except EngineError as error:
+                if self.is_embedded:
+                    raise
+                failure = EngineFailure(str(error), self.engine.health().ready)
+                break
         generated = time.perf_counter()
         rewards = {(group, place): reward for group, future in scores.items() for place, reward in enumerate(future.result())}
-        return ScoredCompletions(completions, rewards, generated - started, time.perf_counter() - generated)
+        return ScoredCompletions(completions, rewards, generated - started, time.perf_counter() - generated, failure)
 
     @staticmethod
     def _by_occurrence(prompts: Sequence[Prompt], mine: Sequence[int]) -> dict[int, list[int]]:
@@ -143,7 +160,31 @@ class RolloutGenerator:
     # ---- all ranks
 
     def _gather(self, request: RolloutRequest, outcome: ScoredCompletions | BaseException) -> StepRollouts:
-        """Tell every rank what the others have. Collective over all ranks, also for one whose share failed."""
+        """Tell every rank what the others have, and have groups that an engine failed on generated again. Collective over all ranks."""
+        records: dict[SampleKey, CompletionRecord] = {}
+        local: dict[SampleKey, Completion] = {}
+        seconds = waited = 0.0
+        while True:
+            everyone = self._tell_everyone(outcome)
+            records |= {record.key: record for told in everyone for record in told.records}
+            local |= outcome.completions
+            seconds += max(told.generation_seconds for told in everyone)
+            waited += max(told.scoring_wait_seconds for told in everyone)
+            pause = self.replicas.take([told.failure for told in everyone])
+            missing = sorted(set(range(len(request.prompts))) - {group for group, _ in records})
+            if not missing:
+                break
+            if not self.replicas.is_any_left:
+                raise RolloutFailedError(f"no rollout engine is left: {self.replicas.describe_lost()}")
+            time.sleep(pause)
+            outcome = self._attempt(request, missing)
+        rollouts = StepRollouts(
+            list(request.prompts), dict(sorted(records.items())), local, request.completions_per_prompt, seconds, waited
+        )
+        request.lengths.observe(rollouts)
+        return rollouts
+
+    def _tell_everyone(self, outcome: ScoredCompletions | BaseException) -> list["_Metadata"]:
         failed = isinstance(outcome, BaseException)
         everyone = all_gather_metadata(_describe(outcome) if failed else _metadata(outcome, self.groups.rank))
         failures = {rank: told for rank, told in enumerate(everyone) if isinstance(told, _Failure)}
@@ -151,17 +192,7 @@ class RolloutGenerator:
             rank, first = next(iter(failures.items()))
             error = UserError(first.message) if first.by_user else RolloutFailedError(f"rank {rank}: {first.message}")
             raise error from (outcome if failed else None)
-        records = sorted((record for told in everyone for record in told.records), key=lambda record: record.key)
-        rollouts = StepRollouts(
-            list(request.prompts),
-            {record.key: record for record in records},
-            outcome.completions,
-            request.completions_per_prompt,
-            generation_seconds=max(told.generation_seconds for told in everyone),
-            scoring_wait_seconds=max(told.scoring_wait_seconds for told in everyone),
-        )
-        request.lengths.observe(rollouts)
-        return rollouts
+        return everyone
 
 
 @dataclass(frozen=True)
@@ -169,6 +200,7 @@ class _Metadata:
     records: list[CompletionRecord]
     generation_seconds: float
     scoring_wait_seconds: float
+    failure: EngineFailure | None
 
 
 @dataclass(frozen=True)
@@ -182,7 +214,7 @@ def _metadata(share: ScoredCompletions, rank: int) -> _Metadata:
         CompletionRecord(key, rank, len(c.token_ids), c.finish_reason, share.rewards[key], min(version for _, version in c.weight_versions))
         for key, c in share.completions.items()
     ]
-    return _Metadata(records, share.generation_seconds, share.scoring_wait_seconds)
+    return _Metadata(records, share.generation_seconds, share.scoring_wait_seconds, share.failure)
 
 
 def _describe(error: BaseException) -> _Failure:

@@ -116,7 +116,8 @@ class RolloutPipeline:
         """
         rank, state = self.generator.groups.rank, {"lengths": self.lengths.state(), "in_flight": None}
         share = None if self._pending is None else self._pending.outcome()
-        if all_reduce_flag(not isinstance(share, ScoredCompletions)) or self._pending is None:
+        is_whole = isinstance(share, ScoredCompletions) and share.failure is None
+        if all_reduce_flag(not is_whole) or self._pending is None or not isinstance(share, ScoredCompletions):
             return RolloutSnapshot(self._position, state, rank)
         state["in_flight"] = {
             "request": _describe(self._pending.request),

@@ -76,6 +76,16 @@ class TenPrompts:
 
 
 @pytest.fixture
+def scripted_engine():
+    return ScriptedEngine
+
+
+@pytest.fixture
+def scripted_rewards():
+    return ScriptedRewards
+
+
+@pytest.fixture
 def engine():
     return ScriptedEngine()
 
