@@ -30,16 +30,6 @@ $(VENV)/.installed-rewards: $(VENV)/.installed
 	@$(PIP_INSTALL) --editable ".[rewards]"
 	@touch $@
 
-# SGLang in a Python environment of its own, for machines without a GPU (3 GB); engine.python finds it there.
-engines-sglang: .engines/sglang/.installed
-
-.engines/sglang/.installed: docker/engine-sglang.txt
-	@echo "installing SGLang into .engines/sglang ..."
-	@$(PYTHON) -m venv .engines/sglang
-	@.engines/sglang/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $<)
-	@.engines/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
-	@touch $@
-
 quickstart: $(VENV)/.installed
 	$(BIN)/megagrpo run examples/quickstart/quickstart.yaml --nproc 2
 	$(BIN)/megagrpo run examples/quickstart/quickstart_pp2.yaml --nproc 2
@@ -64,6 +54,15 @@ engines-vllm: .engines/vllm/.installed
 	@echo "installing vLLM into .engines/vllm (3.5 GB) ..."
 	@.engines/vllm/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@.engines/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+engines-sglang: .engines/sglang/.installed
+
+.engines/sglang/.installed: docker/engine-sglang.txt
+	@echo "installing SGLang into .engines/sglang (3 GB) ..."
+	@$(PYTHON) -m venv .engines/sglang
+	@.engines/sglang/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $<)
+	@.engines/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
 	@touch $@
 
 test-engines: $(VENV)/.installed-test

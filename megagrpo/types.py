@@ -48,6 +48,8 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: tuple[tuple[int, int], ...]  # (first token, weight_version) per span, ascending
     text: str
+    # int32 [P + L - 1, layers, k]: the experts that each input token went to, where a mixture of experts' engine was told to return them
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,13 @@
 from megagrpo.rollout.engines.base import ENGINES, Engine
 
 
+@ENGINES.register("sglang")
+def _sglang(*args, **options) -> Engine:
+    from megagrpo.rollout.engines.sglang import SglangEngine
+
+    return SglangEngine(*args, **options)
+
+
 @ENGINES.register("vllm")
 def _vllm(*args, **options) -> Engine:
     from megagrpo.rollout.engines.vllm import VllmEngine

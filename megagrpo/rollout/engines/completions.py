@@ -18,6 +18,7 @@ class Sample:
     logprobs: list[float]
     finish_reason: FinishReason
     weight_versions: tuple[tuple[int, int], ...]  # as in Completion
+    routed_experts: np.ndarray | None = None  # as in Completion, of all tokens that the server sampled
 
 
 def build_completion(prompt: Prompt, index: int, sample: Sample, stop_rule: StopRule, tokenizer: Any) -> Completion:
@@ -43,4 +44,5 @@ def build_completion(prompt: Prompt, index: int, sample: Sample, stop_rule: Stop
         finish_reason=sample.finish_reason if length is None else "stop",
         weight_versions=tuple(span for span in sample.weight_versions if span[0] == 0 or span[0] < len(token_ids)),
         text=tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        routed_experts=None if sample.routed_experts is None else sample.routed_experts[: len(prompt.token_ids) + len(token_ids) - 1],
     )

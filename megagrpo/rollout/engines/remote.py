@@ -110,9 +110,12 @@ class RemoteEngine(Engine):
     def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
         """Return the request for completions `indices` of a prompt."""
 
+    def prepare(self, prompts: Sequence[Prompt]) -> None:
+        """Do what helps the server before it gets the requests for these prompts' completions."""
+
     @abstractmethod
-    def abort_calls(self, request_ids: Sequence[str]) -> list[Call]:
-        """Return the requests that end the given ones early."""
+    def abort_calls(self, requests: Mapping[str, int]) -> list[Call]:
+        """Return the calls that end the given requests (their ids, with the number of their completions) early."""
 
     @abstractmethod
     def read_samples(self, answer: Any) -> list[Sample]:
@@ -192,13 +195,14 @@ class RemoteEngine(Engine):
                 on_group(position, [groups[position][index] for index in completion_indices])
 
         with self._noting_loss():
+            self.prepare(prompts)
             self.client.call_all(
                 [self.generate_call(request_id, prompts[position], sampling, run) for position, run, request_id in requests],
                 on_answer,
                 # Twice what the server decodes at once: it is never short of requests, and an abort has few to end.
                 max_pending=max(1, 2 * self.config.max_batch_completions // max((len(run) for run in runs), default=1)),
                 is_aborted=lambda: self._aborted,
-                abort_calls=self.abort_calls([request_id for *_, request_id in requests]),
+                abort_calls=self.abort_calls({request_id: len(run) for _, run, request_id in requests}),
             )
         return [[group[index] for index in completion_indices] for group in groups]
 

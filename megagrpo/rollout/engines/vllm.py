@@ -1,7 +1,7 @@
 """Engine `vllm`: vLLM's API server with our weight receiver in its workers."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +108,8 @@ class VllmEngine(RemoteEngine):
             fields |= {"stop": list(sampling.stop), "detokenize": True, "skip_special_tokens": False}
         return "/inference/v1/generate", {"request_id": request_id, "token_ids": list(prompt.token_ids), "sampling_params": fields}
 
-    def abort_calls(self, request_ids: Sequence[str]) -> list[Call]:
-        return [("/abort_requests", {"request_ids": [_REQUEST_PREFIX + request_id for request_id in request_ids]})]
+    def abort_calls(self, requests: Mapping[str, int]) -> list[Call]:
+        return [("/abort_requests", {"request_ids": [_REQUEST_PREFIX + request_id for request_id in requests]})]
 
     def read_samples(self, answer: Any) -> list[Sample]:
         return [

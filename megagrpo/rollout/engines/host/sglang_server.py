@@ -1,0 +1,45 @@
+"""Starts an SGLang server that a trainer can feed: `python sglang_server.py --model-path ... (SGLang's own arguments)`.
+
+With --end-with-parent before them the server ends when the process that started it does (host/parent_watch.py).
+Runs in the engine's Python environment, where megagrpo is not installed, and is started by its path. SGLang spawns its scheduler
+processes, which import this file again as `__mp_main__`: what stands at the top level is in place in all of them.
+
+Three things are added to SGLang: stand-ins for CUDA-only imports on a CPU (sglang_shims), sampling by counters (sglang_sampler),
+and weights by manifest (sglang_updates).
+"""
+
+import os
+import sys
+
+import sglang_shims
+from parent_watch import watch_parent
+
+sglang_shims.install_cpu_shims()  # before anything of sglang is imported
+
+import sglang_sampler  # noqa: E402
+import sglang_updates  # noqa: E402
+
+sglang_shims.install_late_cpu_shims()
+sglang_sampler.install()
+sglang_updates.install()
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until killed; every process of the server ends with this one."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    if arguments[:1] == ["--end-with-parent"]:
+        watch_parent()
+        arguments = arguments[1:]
+    load_plugins()
+    try:
+        run_server(prepare_server_args(arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
