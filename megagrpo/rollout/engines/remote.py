@@ -110,8 +110,8 @@ class RemoteEngine(Engine):
     def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
         """Return the request for completions `indices` of a prompt."""
 
-    def prepare(self, prompts: Sequence[Prompt]) -> None:
-        """Do what helps the server before it gets the requests for these prompts' completions."""
+    def prepare(self, prompts: Sequence[Prompt], num_completions: int) -> None:
+        """Do what helps the server before it gets the requests for `num_completions` completions of each prompt."""
 
     @abstractmethod
     def abort_calls(self, requests: Mapping[str, int]) -> list[Call]:
@@ -195,7 +195,7 @@ class RemoteEngine(Engine):
                 on_group(position, [groups[position][index] for index in completion_indices])
 
         with self._noting_loss():
-            self.prepare(prompts)
+            self.prepare(prompts, len(completion_indices))
             self.client.call_all(
                 [self.generate_call(request_id, prompts[position], sampling, run) for position, run, request_id in requests],
                 on_answer,

@@ -1,6 +1,8 @@
 """Engine `sglang`: an SGLang server that draws with our counters and reads weights by manifest."""
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from megagrpo.rollout.engines.completions import Sample
 from megagrpo.rollout.engines.host.manifest import BucketManifest
 from megagrpo.rollout.engines.host.sglang_instructions import commit_body, describe_body, load_body, read_reply
 from megagrpo.rollout.engines.http_client import Call
-from megagrpo.rollout.engines.python_environment import EnginePackage
+from megagrpo.rollout.engines.python_environment import PACKAGES
 from megagrpo.rollout.engines.remote import HOST_FOLDER, RemoteEngine
 from megagrpo.rollout.engines.remote_weights import Ack
 from megagrpo.rollout.engines.server_arguments import command_line_arguments
@@ -33,7 +35,7 @@ class SglangEngine(RemoteEngine):
     on under the new weights, which `weight_versions` tells token by token.
     """
 
-    package = EnginePackage("sglang", ("sglang",), (0, 5))
+    package = PACKAGES["sglang"]
     health_path = "/model_info"  # /health generates a token and takes a second
 
     def server_command(self, python: str, port: int) -> list[str]:
@@ -59,6 +61,7 @@ class SglangEngine(RemoteEngine):
             "skip_server_warmup": True,
             "log_level": "warning",
         }
+        arguments |= {"tokenizer_path": self._tokenizer_folder} if self._tokenizer_folder else {"skip_tokenizer_init": True}
         if self.device.type == "cpu":
             arguments |= {"attention_backend": "torch_native", "disable_cuda_graph": True}
         else:
@@ -80,7 +83,10 @@ class SglangEngine(RemoteEngine):
         }
         if self.device.type == "cpu":
             environment |= thread_environment(self.config.tensor_parallel * self.config.num_replicas)
-            environment |= {"TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer than a small model's whole rollout
+            environment |= {
+                "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a small model's whole rollout
+                "SGLANG_CPU_OMP_THREADS_BIND": cores_by_rank(sorted(os.sched_getaffinity(0)), self.config.tensor_parallel),
+            }
         return environment
 
     def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
@@ -89,10 +95,10 @@ class SglangEngine(RemoteEngine):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "stop": list(sampling.stop),
             "stop_token_ids": sorted(self.end_token_ids | set(sampling.stop_token_ids)),
-            "no_stop_trim": True,
         }
+        if sampling.stop and self._tokenizer_folder:  # else completions are cut here, which costs the server tokens
+            fields |= {"stop": list(sampling.stop), "no_stop_trim": True}
         keys = row_keys(sampling.seed, sampling.step, [prompt.id] * len(indices), indices).view(np.int64).tolist()
         greedy = sampling.temperature == 0  # the server takes a greedy request by its having no seed
         body = {
@@ -117,17 +123,21 @@ class SglangEngine(RemoteEngine):
             self.client.call("/abort_request", {"abort_all": True})
 
     def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
-        self._open_session()
+        # Open already for all buckets but the first, and where a trainer ended in the middle.
+        self._call_session("/begin_weight_update", "session is already open")
         return self._instruct(load_body(manifest.to_json()))
 
     def commit_and_resume(self, version: int) -> None:
         self._instruct(commit_body(version))
-        self.client.call("/end_weight_update", {})
+        self._call_session("/end_weight_update")
         self.client.call("/continue_generation", {"torch_empty_cache": self.device.type != "cpu"})
 
     def parameter_shapes(self) -> list[dict[str, torch.Size]]:
         shapes = self._instruct(describe_body())
         return [{name: torch.Size(shape) for name, shape in parameters.items()} for parameters in shapes]
+
+    def parameter_checksums(self) -> list[dict[str, str]]:
+        return [rank["checksums"] for rank in self.client.call("/weights_checker", {"action": "checksum"})["ranks"]]
 
     def set_asleep(self, asleep: bool) -> None:
         if self.device.type != "cpu":  # on a CPU there is nothing to give back
@@ -136,20 +146,32 @@ class SglangEngine(RemoteEngine):
     # ---- details
 
     @property
+    def _tokenizer_folder(self) -> str | None:
+        """Where the server finds the tokenizer, with which it notices stop strings; None: it was not loaded from a folder."""
+        folder = self.tokenizer.name_or_path
+        return folder if folder and Path(folder).is_dir() else None
+
+    @property
     def _routed_shape(self) -> tuple[int, int] | None:
         """(layers, experts per token) where the server was told to return routed experts."""
         if not self.config.options.get("enable_return_routed_experts"):
             return None
         return self._hf.num_hidden_layers, self._hf.num_experts_per_tok
 
-    def prepare(self, prompts: Sequence[Prompt]) -> None:
+    def prepare(self, prompts: Sequence[Prompt], num_completions: int) -> None:
         """Have the server compute the prompts once; the completions of each then share its keys and values.
 
         Requests that come together are computed together, so none of them would find another's prompt in the cache.
         """
         long = [list(prompt.token_ids) for prompt in prompts if len(prompt.token_ids) > _SHORT_PROMPT_TOKENS]
-        if long:
-            self.client.call("/generate", {"input_ids": long, "sampling_params": {"max_new_tokens": 0}})
+        if num_completions > 1:
+            self.client.call_all(
+                [("/generate", {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 0}}) for token_ids in long],
+                on_answer=lambda number, answer: None,
+                max_pending=self.config.max_batch_completions,
+                is_aborted=lambda: self._aborted,
+                abort_calls=[],
+            )
 
     def _kv_cache_tokens(self, context: int) -> int | None:
         """Return the tokens that the key/value cache has room for: no more than can be in use; None leaves it to the server."""
@@ -162,17 +184,24 @@ class SglangEngine(RemoteEngine):
         budget = (self.config.kv_cache_bytes or _CPU_KV_CACHE_BYTES) // token_bytes
         return max(context, min(budget, context * self.config.max_batch_completions))
 
-    def _open_session(self) -> None:
-        """Open the server's update session, which is open already for all buckets but the first, and where a trainer ended in one."""
+    def _call_session(self, path: str, *tolerated: str) -> None:
+        """Open or close an update session of the server. SGLang before 0.5.21 has none, and answers 404."""
         try:
-            self.client.call("/begin_weight_update", {})
+            self.client.call(path, {})
         except EngineError as refusal:
-            if "already open" not in str(refusal):
+            if not any(answer in str(refusal) for answer in ("answered 404", *tolerated)):
                 raise
 
     def _instruct(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Have every engine rank follow an instruction; return their answers by rank."""
         return read_reply(self.client.call("/update_weights_from_tensor", body)["message"])
+
+
+def cores_by_rank(cores: Sequence[int], num_ranks: int) -> str:
+    """Return which cores each engine rank gets, as SGLang writes it; without it a CPU must have a NUMA node for each rank."""
+    share = max(1, len(cores) // num_ranks)
+    groups = [[cores[(rank * share + place) % len(cores)] for place in range(share)] for rank in range(num_ranks)]
+    return "|".join(",".join(map(str, group)) for group in groups)
 
 
 def _request_ids(request_id: str, count: int) -> list[str]:

@@ -40,18 +40,21 @@ def follow(updater: Any, request: Any) -> tuple[bool, str]:
     group, model = updater.tp_cpu_group, updater.tp_worker.model_runner.model
     if action == "describe":
         return True, json.dumps(gather({name: list(parameter.shape) for name, parameter in model.named_parameters()}, group))
-    if updater._session is None:
+    has_sessions = hasattr(updater, "_session")  # SGLang 0.5.21 and later
+    if has_sessions and updater._session is None:
         return False, "no weight-update session is open: begin_weight_update comes first"
     if action == "load":
         success, message = load_bucket(operand, model, group)
-        if success:  # as SGLang does after its own loaders: the end of the session then leaves out what follows a start from disk
+        if (
+            success and has_sessions
+        ):  # as SGLang does after its own loaders: the end of the session then leaves out what follows a start from disk
             updater._session = type(updater._session)(selector=updater._session.selector, loaded_weights=True)
         return success, message
     if action == "commit":
-        success, message = updater.flush_cache_after_weight_update(request, True, json.dumps(gather({"version": operand}, group)))
-        if success:
-            updater.record_weight_version_after_update(request.weight_version)
-        return success, message
+        if not updater.flush_cache():
+            return False, "keys and values of older weights are in use: requests were not retracted"
+        updater.record_weight_version_after_update(request.weight_version)
+        return True, json.dumps(gather({"version": operand}, group))
     return False, f"not an instruction: {action}"
 
 

@@ -11,7 +11,7 @@ from megagrpo.config.schema import EngineConfig
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.completions import build_completion
 from megagrpo.rollout.engines.http_client import EngineClient
-from megagrpo.rollout.engines.sglang import SglangEngine
+from megagrpo.rollout.engines.sglang import SglangEngine, cores_by_rank
 from megagrpo.rollout.engines.sglang_answers import read_routed_experts, read_sample
 from megagrpo.rollout.engines.stopping import StopRule
 from megagrpo.rollout.sampling import row_keys
@@ -25,8 +25,8 @@ def build(tiny_hf_folder, monkeypatch):
     """A function (family, **engine fields) -> an engine whose server is only said to be there."""
     monkeypatch.setattr(EngineClient, "is_answering", lambda self, path: True)
 
-    def build(family="qwen3", **fields):
-        return SglangEngine(tiny_hf_folder(family), EngineConfig(name="sglang", addresses=("http://127.0.0.1:9",), **fields))
+    def build(family="qwen3", tokenizer=None, **fields):
+        return SglangEngine(tiny_hf_folder(family), EngineConfig(name="sglang", addresses=("http://127.0.0.1:9",), **fields), tokenizer)
 
     return build
 
@@ -65,6 +65,12 @@ def test_stops_are_those_of_the_model_and_of_the_request(build):
     assert params["stop"] == ["\n"] and params["stop_token_ids"] == [2, 40] and params["no_stop_trim"]  # 2 is the tiny model's <eos>
 
 
+def test_without_a_tokenizer_of_its_own_the_server_is_sent_no_stop_strings(build, character_tokenizer):
+    engine = build(tokenizer=character_tokenizer)  # made in memory
+    _, body = engine.generate_call("abc", PROMPT, SamplingParams(9, stop=("\n",)), range(1))
+    assert "stop" not in body["sampling_params"][0] and "--skip-tokenizer-init" in engine.server_command("python", 1)
+
+
 def test_an_abort_names_every_completion_and_none_of_another_request(build):
     """The server ends all requests that begin with an id: no id may be the beginning of another one."""
     engine = build()
@@ -87,6 +93,13 @@ def test_the_server_is_told_the_context_the_rows_and_a_cache_that_they_can_fill(
     # 2 (keys, values) x 2 layers x 2 heads x 16 x 4 bytes = 512 bytes a token
     small = dict(pairwise(build(kv_cache_bytes=512 * 500).server_command("python", 1)))
     assert small["--max-total-tokens"] == "500"
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"), [([0, 1], 1, "0,1"), ([0, 1, 2, 3], 2, "0,1|2,3"), ([4, 6, 7], 2, "4|6"), ([0, 1], 4, "0|1|0|1")]
+)
+def test_every_engine_rank_on_a_cpu_has_cores(cores, ranks, expected):
+    assert cores_by_rank(cores, ranks) == expected
 
 
 def test_a_completion_comes_with_its_spans_of_weight_versions():

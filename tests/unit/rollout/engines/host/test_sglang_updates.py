@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +110,35 @@ def test_a_failure_on_another_rank_loads_nothing_here(updates, tmp_path, monkeyp
         "nothing was loaded: engine rank 1: ManifestError: bad",
     )
     assert not model.loaded
+
+
+@pytest.mark.parametrize("session", [{}, {"_session": SimpleNamespace(selector="all")}])
+@pytest.mark.parametrize("flushes", [True, False])
+def test_a_version_counts_once_the_caches_are_dropped_with_sessions_and_before_there_were_any(updates, session, flushes):
+    recorded = []
+    updater = SimpleNamespace(
+        tp_cpu_group=None,
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())),
+        flush_cache=lambda: flushes,
+        record_weight_version_after_update=recorded.append,
+        **session,
+    )
+    success, message = updates.follow(updater, request_of(commit_body(4)))
+    assert success == flushes and recorded == (["4"] if flushes else [])
+    assert read_reply(message) == [{"version": 4}] if flushes else "not retracted" in message
+
+
+def test_without_a_session_only_the_parameters_are_told(updates):
+    updater = SimpleNamespace(tp_cpu_group=None, tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())), _session=None)
+    for body in (load_body("{}"), commit_body(4)):
+        assert updates.follow(updater, request_of(body)) == (False, "no weight-update session is open: begin_weight_update comes first")
+    success, message = updates.follow(updater, request_of(describe_body()))
+    assert success and read_reply(message) == [{"first": [2, 3], "second": [4]}]
+
+
+def request_of(body):
+    payloads = [base64.b64decode(payload) for payload in body["serialized_named_tensors"]]
+    return SimpleNamespace(serialized_named_tensors=payloads, weight_version=body.get("weight_version"))
 
 
 def test_instructions_survive_the_way_through_the_server():
