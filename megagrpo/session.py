@@ -29,10 +29,13 @@ from megagrpo.policy.microbatches import PackingRules
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.update import PolicyUpdater
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.engines.replicas import build_rollout_engine, replicas_of_ranks
+from megagrpo.rollout.engines.base import Engine
+from megagrpo.rollout.engines.remote import RemoteEngine
+from megagrpo.rollout.engines.replicas import build_rollout_engine, owner_of_replica, replicas_of_ranks
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenizer
+from megagrpo.rollout.recovery import RecoveringPublisher, ReplicaRecovery
 from megagrpo.types import Prompt
 from megagrpo.weights.build import build_publisher
 from megagrpo.weights.publisher import Publisher
@@ -129,11 +132,20 @@ def build_session(config: Config, device: torch.device) -> Session:
         algorithm=algorithm,
         updater=updater,
         generator=generator,
-        publisher=build_publisher(config, actor, builder, engine),
+        publisher=_watch_replicas(build_publisher(config, actor, builder, engine), config, engine, generator),
         sampler=sampler,
         pipeline=RolloutPipeline(config, generator, sampler),
         evaluation_prompts=evaluation_prompts,
     )
+
+
+def _watch_replicas(publisher: Publisher, config: Config, engine: Engine, generator: RolloutGenerator) -> Publisher:
+    """Let engines in processes of their own be started anew where they are lost."""
+    if not isinstance(engine, RemoteEngine):
+        return publisher
+    groups, num_replicas = generator.groups, config.engine.num_replicas
+    owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
+    return RecoveringPublisher(publisher, ReplicaRecovery(engine, generator.replicas, owners, groups.rank))
 
 
 def load_tokenizer(config: Config) -> Any:

@@ -33,6 +33,8 @@ class ReplicaStates:
     def deal(self, costs: Sequence[float]) -> list[list[int]]:
         """Return the groups of each rank; none where its replica is lost."""
         ranks = [rank for rank, replica in enumerate(self.replica_of_rank) if replica not in self.lost]
+        if not ranks:
+            return [[] for _ in self.replica_of_rank]
         dealt = deal_groups(costs, [self.replica_of_rank[rank] for rank in ranks])
         by_rank = dict(zip(ranks, dealt, strict=True))
         return [by_rank.get(rank, []) for rank in range(len(self.replica_of_rank))]

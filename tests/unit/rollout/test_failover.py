@@ -1,15 +1,17 @@
-"""Engines that fail: what they have finished is kept, the rest goes to others."""
+"""Engines that fail: what they have finished is kept, the rest goes to others, and a lost one comes back with the next weights."""
 
 import threading
 
 import pytest
 
 from megagrpo.errors import UserError
-from megagrpo.rollout import generation
+from megagrpo.rollout import generation, recovery
 from megagrpo.rollout.engines.base import EngineError, EngineHealth
 from megagrpo.rollout.generation import RolloutFailedError, RolloutGenerator, RolloutRequest
+from megagrpo.rollout.recovery import RecoveringPublisher, ReplicaRecovery
 from megagrpo.rollout.replica_states import EngineFailure, ReplicaStates
 from megagrpo.types import Prompt, SamplingParams
+from megagrpo.weights.publisher import PublishStats
 
 RANKS = 2
 
@@ -52,6 +54,7 @@ class Ranks:
 def ranks(monkeypatch):
     ranks = Ranks()
     monkeypatch.setattr(generation, "all_gather_metadata", ranks.all_gather)
+    monkeypatch.setattr(recovery, "all_gather_metadata", ranks.all_gather)
     monkeypatch.setattr(generation.time, "sleep", lambda seconds: ranks.__dict__.setdefault("slept", []).append(seconds))
     return ranks
 
@@ -166,3 +169,93 @@ def test_a_replica_that_fails_three_times_in_a_row_is_lost():
     assert [len(groups) for groups in states.deal([1.0] * 4)] == [0, 0, 4]
     states.find(0)
     assert [len(groups) for groups in states.deal([1.0] * 4)] == [1, 1, 2]
+
+
+# ---- recovery
+
+
+class Restartable:
+    """What recovery needs of an engine: it is dead until it is restarted."""
+
+    def __init__(self, state="serving", error=None):
+        self.state, self.error, self.restarts = state, error, 0
+        self.may_start = threading.Event()
+
+    def health(self):
+        return EngineHealth(self.state == "serving", self.state, None, "killed by SIGKILL" if self.state == "dead" else "")
+
+    def restart(self):
+        self.restarts += 1
+        assert self.may_start.wait(60.0)
+        if self.error:
+            raise EngineError(self.error)
+        self.state = "empty"
+
+
+def recoveries(*engines):
+    return [ReplicaRecovery(engine, ReplicaStates(range(RANKS)), owners=range(RANKS), rank=rank) for rank, engine in enumerate(engines)]
+
+
+def test_a_lost_replica_starts_while_the_others_go_on_and_comes_back_with_the_next_weights(ranks):
+    dead, alive = Restartable("dead"), Restartable()
+    parts = recoveries(dead, alive)
+    assert ranks.run(lambda rank: parts[rank].prepare_publish()) == [[1], [1]]  # its start has only begun
+    ranks.run(lambda rank: parts[rank].published())
+    assert [part.states.lost for part in parts] == [{0: "killed by SIGKILL"}] * RANKS
+    dead.may_start.set()
+    parts[0]._start.wait()
+    assert ranks.run(lambda rank: parts[rank].prepare_publish()) == [[0, 1], [0, 1]]
+    assert [part.states.lost for part in parts] == [{0: "killed by SIGKILL"}] * RANKS  # not before it holds the weights
+    ranks.run(lambda rank: parts[rank].published())
+    assert [part.states.lost for part in parts] == [{}, {}] and dead.restarts == 1 and alive.restarts == 0
+
+
+def test_where_nothing_is_left_a_publish_waits_for_a_start(ranks):
+    engines = [Restartable("dead"), Restartable("dead", error="it died more than engine.max_restarts = 0 times")]
+    for engine in engines:
+        engine.may_start.set()
+    parts = recoveries(*engines)
+    usable = ranks.run(lambda rank: parts[rank].prepare_publish())
+    assert usable == [[0], [0]]
+    assert "max_restarts" in parts[0].states.lost[1] and parts[0].states.lost == parts[1].states.lost
+
+
+def test_where_nothing_is_left_and_nothing_starts_nobody_takes_weights(ranks):
+    engines = [Restartable("dead", error="no more restarts"), Restartable("dead", error="no more restarts")]
+    for engine in engines:
+        engine.may_start.set()
+    parts = recoveries(*engines)
+    assert ranks.run(lambda rank: parts[rank].prepare_publish()) == [[], []]
+    assert [part.states.lost[1] for part in parts] == ["killed by SIGKILL; no more restarts"] * RANKS
+
+
+def test_the_rollout_after_it_ends_the_run_on_all_ranks(ranks, build):
+    generators = build()
+    for generator in generators:
+        generator.replicas.lost.update({0: "killed by SIGKILL", 1: "no more restarts"})
+    errors = ranks.run(lambda rank: generators[rank].generate(request()))
+    assert {type(error) for error in errors} == {RolloutFailedError}
+
+
+def test_a_publish_goes_to_those_who_are_there_and_tells_who_is_not(ranks):
+    dead, alive = Restartable("dead"), Restartable()
+    parts = recoveries(dead, alive)
+    published = []
+
+    class Recorded:
+        exporter = None
+
+        def publish(self, version, replicas):
+            published.append((version, replicas))
+            return PublishStats(version, 1, 2, {"publish/buckets": 3}, ("from below",))
+
+    publishers = [RecoveringPublisher(Recorded(), part) for part in parts]
+    stats = ranks.run(lambda rank: publishers[rank].publish(4))
+    assert published == [(4, [1])] * RANKS
+    assert stats[0].metrics == {"publish/buckets": 3, "rollout/lost_replicas": 1}
+    assert stats[0].notes == ("from below", "warning: weight version 4: engine replica 0 is lost: killed by SIGKILL")
+    dead.may_start.set()
+    parts[0]._start.wait()
+    stats = ranks.run(lambda rank: publishers[rank].publish(5))
+    assert published[2:] == [(5, [0, 1])] * RANKS and stats[0].metrics["rollout/lost_replicas"] == 0
+    assert stats[1].notes[-1] == "weight version 5: engine replica 0 was started anew and generates again"
