@@ -231,7 +231,7 @@ class Trainer:
         return metrics
 
     def _finish(self) -> None:
-        self.checkpoints.finish()
+        self.checkpoints.close(self.state)
         if self.config.run.export_hf:
             tensors = self.session.publisher.exporter.tensors()
             if self.recorder:

@@ -2,6 +2,7 @@
 
 step_000010/           complete: it has a manifest, and its name appeared by a rename
 step_000010.partial/   being written, or left by a run that was killed; removed by the next save
+step_000010.old/       retired, or replaced by a later save of the same step; being removed
 step_000010.bad/       was found damaged by a resume; never read again, never counted, never removed
 latest                 symbolic link to the newest complete one, moved by a rename
 """
@@ -60,10 +61,15 @@ def list_complete(folder: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what unfinished saves have left, also those that were replacing an older checkpoint of the same step."""
-    for pattern in ("*.partial", "*.old"):
-        for leftover in folder.glob(pattern):
-            shutil.rmtree(leftover)
+    """Remove what unfinished saves have left."""
+    for leftover in folder.glob("*.partial"):
+        shutil.rmtree(leftover)
+
+
+def remove_retired(folder: Path) -> None:
+    """Remove what `retire` has renamed, now or before the process was killed; what cannot be removed is tried again the next time."""
+    for retired in folder.glob("*.old"):
+        shutil.rmtree(retired, ignore_errors=True)
 
 
 def publish(folder: Path, step: int) -> Path:
@@ -94,6 +100,14 @@ def point_latest(folder: Path) -> None:
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it is neither read nor counted again; what it holds stays for a look at it."""
     target = path.with_name(path.name + ".bad")
+    shutil.rmtree(target, ignore_errors=True)
+    path.rename(target)
+    return target
+
+
+def retire(path: Path) -> Path:
+    """Rename a checkpoint that goes, at once and atomically; it is no checkpoint any more, and its removal may take its time."""
+    target = path.with_name(path.name + ".old")
     shutil.rmtree(target, ignore_errors=True)
     path.rename(target)
     return target

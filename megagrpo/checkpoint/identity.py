@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megagrpo.checkpoint.manifest import FileRecord, record_file, verify_files
+from megagrpo.checkpoint.manifest import record_file
 from megagrpo.models.family import HFConfig
 from megagrpo.parallel.groups import all_gather_metadata
 
@@ -48,11 +48,20 @@ def compare(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> list
     ]
 
 
-def verify_weights(saved: Mapping[str, Any], folder: str | Path) -> list[str]:
-    """Return what differs between the weights that a checkpoint names and those in `folder` now. Collective over all ranks."""
-    records = [FileRecord(*record) for record in saved["files"]]
-    found = all_gather_metadata(verify_files(Path(folder), share_out(records)))
-    return [problem for part in found for problem in part]
+def compare_weights(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Return one line for each weight file in which two results of `describe_weights` differ."""
+    before, now = ({name: (size, crc32) for name, size, crc32 in each["files"]} for each in (saved, own))
+    problems = []
+    for name in sorted(before.keys() | now.keys()):
+        if name not in now:
+            problems.append(f"{name}: missing")
+        elif name not in before:
+            problems.append(f"{name}: was not there")
+        elif before[name][0] != now[name][0]:
+            problems.append(f"{name}: {now[name][0]} bytes, then {before[name][0]}")
+        elif before[name] != now[name]:
+            problems.append(f"{name}: checksum {now[name][1]}, then {before[name][1]}")
+    return problems
 
 
 def share_out(items: list) -> list:

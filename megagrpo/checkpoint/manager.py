@@ -10,6 +10,7 @@ checkpoints/step_000010/
 """
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,11 @@ class CheckpointManager:
         self.folder, self.collector, self.retention, self.asynchronous = folder, collector, retention, asynchronous
         self._pending: _Pending | None = None
         self._validated = False
+        self._removal: threading.Thread | None = None  # of retired checkpoints, on the first rank
+
+    def warm_up(self) -> None:
+        """Make the host buffers of a save now, so that the first one costs training no more than the others. Collective over all ranks."""
+        self.collector.collect()
 
     @property
     def is_saving(self) -> bool:
@@ -171,6 +177,8 @@ class CheckpointManager:
     def _prepare(self, partial: Path, needed: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         names.remove_leftovers(self.folder)
+        if shutil.disk_usage(self.folder).free < needed * FREE_MARGIN:
+            self.await_removal()
         free = shutil.disk_usage(self.folder).free
         if free < needed * FREE_MARGIN:
             raise OSError(f"{self.folder}: the checkpoint needs {needed * FREE_MARGIN / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free")
@@ -190,11 +198,16 @@ class CheckpointManager:
             if score is not None:
                 scores[step] = score
         gone = names.removable(list(complete), scores, self.retention)
-        removed = []
         for step in gone:
-            try:
-                shutil.rmtree(complete[step])
-                removed.append(complete[step].name)
-            except OSError as error:  # the new checkpoint is safe; the next save tries again
-                removed.append(f"{complete[step].name} (not removed: {error})")
-        return removed
+            names.retire(complete[step])
+        self.await_removal()
+        # In a thread: a large file takes seconds to remove. What is left of it when the process ends, the next one removes.
+        self._removal = threading.Thread(target=lambda: names.remove_retired(self.folder), daemon=True)
+        self._removal.start()
+        return [complete[step].name for step in gone]
+
+    def await_removal(self) -> None:
+        """Wait until retired checkpoints are gone from the disk."""
+        if self._removal is not None:
+            self._removal.join()
+            self._removal = None

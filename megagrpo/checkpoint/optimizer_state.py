@@ -2,11 +2,12 @@
 
 Megatron's `fully_reshardable` save gathers the state of ALL parameters on every data parallel rank, in new buffers of several times
 the rank's shard. Here a parameter's pieces go from the ranks that hold them straight to the rank that writes it, a few parameters at a
-time; where one rank holds a parameter's state alone, nothing is copied at all.
+time; where one rank holds a parameter's state alone, nothing is copied at all. Its load reads the state of all parameters on every rank;
+here a rank reads the parameters of which it holds a piece, in place where it holds all of one.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,16 +79,48 @@ class OwnedOptimizerState:
     @contextlib.contextmanager
     def in_place_of_gather(self, staging: Staging) -> Iterator[None]:
         """Make `optimizer.sharded_state_dict` take the state from here. Collective over the optimizer's data parallel group."""
-        self.optimizer.get_parameter_state_dp_zero = lambda **_: self._collect(staging)
+        with self._providing(lambda: self._collect(staging)):
+            yield
+
+    @contextlib.contextmanager
+    def in_place_of_zeros(self) -> Iterator[None]:
+        """Make `optimizer.sharded_state_dict` of a load read into the optimizer's own tensors, or into whole parameters of which it
+        holds a piece; those of which it holds none become placeholders, see `drop_unneeded`.
+        """
+        with self._providing(lambda: self._by_buffer(self._target)):
+            yield
+
+    @contextlib.contextmanager
+    def _providing(self, states: Callable[[], dict[int, Any]]) -> Iterator[None]:
+        self.optimizer.get_parameter_state_dp_zero = lambda **_: states()
         try:
             yield
         finally:
             del self.optimizer.get_parameter_state_dp_zero
 
+    def drop_unneeded(self, sharded: dict[str, Any]) -> None:
+        """Take the parameters of which this rank holds nothing out of a load's state dict; of the others the first is the main replica."""
+        for index, parameter in enumerate(self.parameters):
+            holders = [rank for rank in range(self.group.size()) if self._holds(parameter, rank)]
+            if self.group.rank() not in holders:
+                del sharded["param_state"][index]
+                continue
+            for shard in sharded["param_state"][index].values():
+                shard.replica_id = (*shard.replica_id[:-1], self.group.rank() - holders[0])
+
+    def _holds(self, parameter: OwnedParameter, rank: int) -> bool:
+        first, last = self._overlap(parameter, rank)
+        return last > first
+
+    def _target(self, parameter: OwnedParameter, state: str) -> torch.Tensor:
+        piece = self._local_piece(parameter, state)
+        if piece is None:
+            return torch.empty(1).expand(parameter.numel)
+        shares_memory = state == "param" and parameter.parameter.dtype == torch.float32  # with the weight, which is read too
+        return torch.empty(parameter.numel) if shares_memory or self.group.size() > 1 else piece
+
     def _collect(self, staging: Staging) -> dict[int, Any]:
-        tensors: dict[tuple[int, str], dict[int, torch.Tensor]] = {
-            (number, state): {} for number in range(len(self.optimizer.buffers)) for state in STATES
-        }
+        found: dict[tuple[int, int, str], torch.Tensor] = {}  # by buffer, start, state
         for state in STATES:
             pending: list[OwnedParameter] = []
             for parameter in self.parameters:
@@ -95,17 +128,27 @@ class OwnedOptimizerState:
                 if local is None:
                     pending.append(parameter)
                 else:
-                    tensors[parameter.buffer, state][parameter.start] = local
+                    found[parameter.buffer, parameter.start, state] = local
             for batch in _batches(pending):
                 for parameter, whole in zip(batch, self._exchange(batch, state, staging), strict=True):
-                    tensors[parameter.buffer, state][parameter.start] = whole
+                    found[parameter.buffer, parameter.start, state] = whole
+        return self._by_buffer(lambda parameter, state: found[parameter.buffer, parameter.start, state])
+
+    def _by_buffer(self, tensor_of: Callable[[OwnedParameter, str], torch.Tensor]) -> dict[int, Any]:
+        """Return what `get_parameter_state_dp_zero` does, with one tensor for each parameter and state."""
+        tensors: dict[tuple[int, str], dict[int, torch.Tensor]] = {
+            (number, state): {} for number in range(len(self.optimizer.buffers)) for state in STATES
+        }
+        for parameter in self.parameters:
+            for state in STATES:
+                tensors[parameter.buffer, state][parameter.start] = tensor_of(parameter, state)
         return {
             number: {dtype: {state: _OneByOne(tensors[number, state]) for state in STATES} for dtype in ranges}
             for number, ranges in enumerate(self.optimizer.gbuf_ranges)
         }
 
     def _whole_state(self, parameter: OwnedParameter, state: str) -> torch.Tensor | None:
-        """Return the state where this rank holds all of it; where another rank writes it, a placeholder; None: it must be exchanged."""
+        """Return the state where this rank holds all of it; None: it must be exchanged."""
         if state == "param" and parameter.parameter.dtype == torch.float32:
             return parameter.parameter.detach().reshape(-1)  # float32 parameters are their own main parameters
         if self.group.size() == 1:

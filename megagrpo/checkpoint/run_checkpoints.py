@@ -9,7 +9,7 @@ from megagrpo.checkpoint import carried as carrying
 from megagrpo.checkpoint.agreement import SaveError, on_first_rank
 from megagrpo.checkpoint.carried import Carried, RandomStates
 from megagrpo.checkpoint.folder import Retention, step_of
-from megagrpo.checkpoint.identity import describe_model, describe_tokenizer, describe_weights, verify_weights
+from megagrpo.checkpoint.identity import compare_weights, describe_model, describe_tokenizer, describe_weights
 from megagrpo.checkpoint.manager import CheckpointManager, Contents, Saved
 from megagrpo.checkpoint.manifest import Manifest
 from megagrpo.checkpoint.resume import CONFIG_FILE, Choice, check_config, check_identity, choose_checkpoint
@@ -62,6 +62,10 @@ class RunCheckpoints:
         Raises:
             UserError: on all ranks: a checkpoint that may not be gone on from, or none that is good.
         """
+        if self.settings.every or self.settings.hf_every:  # what the first save would make training wait for is done now
+            self._describe_reference()
+            if self.settings.asynchronous:
+                self.manager.warm_up()
         if self.config.run.resume == "never":
             if found := self.manager.candidates():
                 raise UserError(
@@ -84,7 +88,7 @@ class RunCheckpoints:
         notes = choice.notes + check_config(choice, self.config, state.updates)
         saved = choice.manifest.reference
         if self.reference is not None and saved is not None and not saved.get("saved"):
-            problems = verify_weights(saved, self.config.model.path)
+            problems = compare_weights(saved, self._weights())
             if problems:
                 raise UserError(
                     "\n".join(
@@ -150,12 +154,19 @@ class RunCheckpoints:
             self.finish()
         return self._saved_step == state.step
 
+    def close(self, state: TrainerState) -> None:
+        """Bring what a run has still to save to disk; a save that failed last is tried once more. Collective over all ranks."""
+        self.finish()
+        if self._retry:
+            self.save_now(state)
+
     def finish(self) -> None:
-        """Wait for a save that is being written. Collective over all ranks."""
+        """Wait for a save that is being written, and for the removal of retired checkpoints. Collective over all ranks."""
         try:
             self._done(self.manager.finish())
         except SaveError as error:
             self._failed(error)
+        self.manager.await_removal()
 
     def _save(self, state: TrainerState, metrics: Mapping[str, float]) -> None:
         manifest = Manifest(
@@ -182,11 +193,11 @@ class RunCheckpoints:
         on_first_rank(lambda: self._copy_hf_files(folder / "hf_files"))
         if self.settings.hf_every and step % self.settings.hf_every == 0:
             tensors = self.session.publisher.exporter.tensors()
-            error: OSError | None = None
+            error: Exception | None = None
             if self.session.groups.rank == 0:
                 try:
                     write_hf_folder(tensors, folder / "hf_files", folder / "hf")
-                except OSError as caught:
+                except Exception as caught:  # safetensors tells a full disk by a type of its own
                     error = caught
             for _ in tensors:  # the others take part in the collectives; the first rank too, where it could not write
                 pass
@@ -209,6 +220,9 @@ class RunCheckpoints:
             return None
         if self.settings.save_reference:
             return {"saved": True, "source": self.config.model.path}
+        return self._weights()
+
+    def _weights(self) -> Mapping:
         if self._reference_weights is None:
             self._reference_weights = describe_weights(self.config.model.path)
         return self._reference_weights

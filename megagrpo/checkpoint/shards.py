@@ -6,6 +6,8 @@ load      any layout reads what any other has written
 """
 
 import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,7 @@ class ShardCollector:
         """`reference`: the frozen model, where its weights are to be in every checkpoint."""
         self.actor, self.reference = actor, reference
         self.staging = Staging()
-        chained = actor.optimizer.chained_optimizers
-        self.optimizers = [OwnedOptimizerState(each, f"optimizer {number}") for number, each in enumerate(chained)]
+        self.optimizers = owned_optimizers(actor)
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +53,7 @@ class ShardCollector:
         The copies are valid until the next call.
         """
         self.staging.start()
-        with megatron_region(), torch.no_grad(), contextlib.ExitStack() as stack:
+        with megatron_region(), torch.no_grad(), _quick_garbage_collection(), contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.in_place_of_gather(self.staging))
             metadata = dict(SHARDING)  # a copy: Megatron adds this run's process groups to it
@@ -79,6 +80,27 @@ class ShardCollector:
                 shard.replica_id = (*others, 0 if owned[shard.data] else replica + 1)
 
 
+def owned_optimizers(actor: Actor) -> list[OwnedOptimizerState]:
+    """Return the view of each of the actor's distributed optimizers, in Megatron's order."""
+    return [OwnedOptimizerState(each, f"optimizer {number}") for number, each in enumerate(actor.optimizer.chained_optimizers)]
+
+
+@contextlib.contextmanager
+def _quick_garbage_collection() -> Iterator[None]:
+    """Hide the objects that are alive from the collector: Megatron's optimizer collects garbage in each save, which looks at all of them.
+
+    That takes as long as the copy of a billion bytes, while training waits.
+    """
+    if gc.get_freeze_count():  # the user's own freeze must last
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def load_shards(folder: Path, actor: Actor, reference: StageModel | None = None) -> None:
     """Read model and optimizer, in any layout. Collective over all ranks.
 
@@ -89,9 +111,14 @@ def load_shards(folder: Path, actor: Actor, reference: StageModel | None = None)
     """
     strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), actor.model.groups.dp_cp)
     metadata = dict(SHARDING)
-    with megatron_region():
+    optimizers = owned_optimizers(actor)
+    with megatron_region(), contextlib.ExitStack() as stack:
+        for each in optimizers:
+            stack.enter_context(each.in_place_of_zeros())
         model = actor.model.sharded_state_dict(metadata=metadata)
         optimizer = actor.optimizer.sharded_state_dict({"model": model}, is_loading=True, metadata=metadata)
+        for number, each in enumerate(optimizers):
+            each.drop_unneeded(optimizer if len(optimizers) == 1 else optimizer[number])
         state = {"model": model, "optimizer": optimizer}
         if reference is not None:
             state[REFERENCE] = _reference_state(reference)
