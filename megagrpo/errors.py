@@ -1,4 +1,4 @@
-"""Exceptions that carry a user's mistake: printed as plain lines, never as a traceback."""
+"""Exceptions that carry a user's mistake, printed as plain lines and never as a traceback, or another rank's failure."""
 
 
 class UserError(Exception):
@@ -14,3 +14,7 @@ class ConfigError(UserError):
     def __init__(self, problems: list[str]):
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
+
+
+class RelayedError(RuntimeError):
+    """A failure of one rank that all ranks raise alike, between two collectives; the rank that met it has it as the cause."""

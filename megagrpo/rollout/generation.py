@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from megagrpo.errors import UserError
+from megagrpo.errors import RelayedError, UserError
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.background import BackgroundWork
@@ -21,7 +21,7 @@ from megagrpo.rollout.rollouts import CompletionRecord, SampleKey, StepRollouts
 from megagrpo.types import Completion, Prompt, Reward, SamplingParams
 
 
-class RolloutFailedError(RuntimeError):
+class RolloutFailedError(RelayedError):
     """Generating or scoring failed on some rank. Raised on all ranks alike, between two updates: the trainer's state is whole."""
 
 

@@ -6,7 +6,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megagrpo.errors import UserError
+from megagrpo.errors import RelayedError, UserError
 
 # How torch.distributed words the loss of a peer. There is one exception type for all of its errors, so only the words tell.
 _ECHOES = (
@@ -67,12 +67,16 @@ def build_failure(error: BaseException, rank: int, phase: str, step: int | None)
     """Return the failure that an exception of this rank stands for."""
     if isinstance(error, UserError):
         return Failure(rank, phase, step, str(error), kind="user")
+    if isinstance(error, RelayedError) and error.__cause__ is not None:
+        error = error.__cause__
     message = f"{type(error).__name__}: {error}".strip()
     return Failure(rank, phase, step, message, "".join(traceback.format_exception(error)))
 
 
 def is_echo(error: BaseException) -> bool:
-    """Say whether an exception is but the sound of another rank leaving: a collective or the store that lost its peer."""
+    """Say whether an exception is but the sound of another rank's failure: relayed, or a collective or the store that lost its peer."""
+    if isinstance(error, RelayedError):
+        return error.__cause__ is None
     text = str(error)
     return isinstance(error, (RuntimeError, ConnectionError)) and any(echo in text for echo in _ECHOES)
 

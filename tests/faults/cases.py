@@ -4,6 +4,7 @@ from chains import Case, Chain
 from storage_cases import FOLDERS, SAVES
 
 LAST = 1  # the last rank of two
+SOON = ["watchdog.floor_seconds=8"]  # a stall is found soon; the smallest phases take tenths of a second, on a busy machine a few seconds
 
 
 def at(point, action, step=None, rank=LAST, **more):
@@ -90,7 +91,7 @@ SIGNALS = Chain(
 STALLS = Chain(
     "stalls",
     2,
-    ["parallel.tp=2", "watchdog.limit_seconds=20"],
+    ["parallel.tp=2"],
     [
         [
             Case(
@@ -98,6 +99,7 @@ STALLS = Chain(
                 "resumes",
                 [at("forward_backward.enter", "freeze", 3)],
                 says=r"(?s)rank 0 stalled in step 3, phase update: no progress.*without an answer .*: rank 1",
+                overrides=SOON,
             )
         ],
         [
@@ -106,6 +108,7 @@ STALLS = Chain(
                 "resumes",
                 [at("generate.enter", "hang", 6)],
                 says=r"rank \d stalled in step 6, phase rollout: no progress",
+                overrides=SOON,
             )
         ],
         [
@@ -114,6 +117,7 @@ STALLS = Chain(
                 "resumes",
                 [at("publish.enter", "spin", 9)],
                 says=r"rank \d stalled in step 9, phase publish: no progress",
+                overrides=SOON,
             )
         ],
     ],
@@ -122,7 +126,7 @@ STALLS = Chain(
 SHORT = Chain(
     "short",
     2,
-    ["parallel.tp=2", "watchdog.limit_seconds=60"],
+    ["parallel.tp=2"],
     [
         killed("killed while it generates", "generate.enter", 1),
         killed("killed after the weights are updated", "apply.leave", 2, rank=0),
@@ -147,6 +151,7 @@ FOUR = Chain(
                 "resumes",
                 [at("exchange.enter", "freeze", 6, rank=2)],
                 says=r"(?s)rank \d stalled in step 6, phase \w+: no progress.*without an answer .*: rank 2",
+                overrides=SOON,
             )
         ],
     ],
@@ -160,6 +165,18 @@ BACKGROUND = Chain(
         killed("killed while the last save is being written", "generate.enter", 3),
         stopped("SIGTERM while the last save is being written", "generate.enter", 5, "term"),
         raises("an error while the last save is being written", "exchange.enter", 7, rank=0),
+    ],
+)
+
+AHEAD = Chain(
+    "ahead",
+    2,
+    ["rollout.off_policy=one_step_off"],
+    [
+        killed("killed while it generates a step ahead", "generate.enter", 2),
+        killed("killed with rollouts in flight", "apply.leave", 3, rank=0),
+        stopped("SIGTERM with rollouts in flight", "forward_backward.enter", 4, "term"),
+        raises("an error while it updates, with rollouts in flight", "apply.enter", 5),
     ],
 )
 
@@ -203,4 +220,4 @@ LAUNCHERS = Chain(
     ],
 )
 
-CHAINS = [KILLS, ERRORS, SIGNALS, STALLS, FOUR, BACKGROUND, SAVES, FOLDERS, LAUNCHERS]
+CHAINS = [KILLS, ERRORS, SIGNALS, STALLS, FOUR, BACKGROUND, AHEAD, SAVES, FOLDERS, LAUNCHERS]

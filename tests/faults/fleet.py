@@ -22,7 +22,7 @@ LAUNCHERS = {
         *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "entry"),
     ],
 }
-RANK_SECONDS = 60.0  # all ranks have ended by then, or they hang; 5 to 15 s where a rank was lost
+RANK_SECONDS = 150.0  # all ranks have ended by then, or they hang; 5 to 15 s where a rank was lost
 
 
 def environment() -> dict[str, str]:

@@ -28,7 +28,7 @@ CONFIG = [
     "checkpoint.asynchronous=false",  # with saves in the background a fault costs the step that was being saved too
     "telemetry.tensorboard=false",
     "telemetry.completions_every=0",
-    "watchdog.floor_seconds=5",
+    "watchdog.floor_seconds=60",
 ]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from megagrpo.errors import UserError
+from megagrpo.errors import RelayedError, UserError
 from megagrpo.supervision.board import Board
 from megagrpo.supervision.failure import Failure, append_failure, build_failure, is_echo
 
@@ -66,3 +66,12 @@ def test_restarts_add_to_a_ranks_file(tmp_path):
         "rank 1 failed in step 3, phase publish: OSError: gone",
         "rank 1 failed in step 9, phase publish: OSError: gone",
     ]
+
+
+def test_what_all_ranks_raise_is_told_by_the_rank_that_met_it():
+    error = RelayedError("rank 1: ValueError: no")
+    assert is_echo(error)
+    error.__cause__ = raised(ValueError("no"))
+    assert not is_echo(error)
+    text = build_failure(error, 1, "rollout", 3).describe()
+    assert text.startswith("rank 1 failed in step 3, phase rollout: ValueError: no\nTraceback") and text.count("Traceback") == 1
