@@ -42,12 +42,12 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0, m
         with _signals_go_to_ranks():
             elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
-        return _explain(list(error.failures.items()))
+        return explain(list(error.failures.items()))
     return exit_codes.DONE
 
 
 def _quiet_agent() -> None:
-    """Silence what the agent logs when ranks end; `_explain` says it once."""
+    """Silence what the agent logs when ranks end; `explain` says it once."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -69,7 +69,7 @@ def _signals_go_to_ranks() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _explain(failures: list[tuple[int, ProcessFailure]]) -> int:
+def explain(failures: list[tuple[int, ProcessFailure]]) -> int:
     """Name the ranks that a signal ended, which they can't do themselves, and return the exit code of the rank that failed first.
 
     The agent ends what is left after the first failure, by SIGTERM and then by SIGKILL: those are no causes.

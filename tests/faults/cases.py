@@ -171,7 +171,7 @@ BACKGROUND = Chain(
 AHEAD = Chain(
     "ahead",
     2,
-    ["rollout.off_policy=one_step_off"],
+    ["rollout.off_policy=one_step_off", "algorithm.correction.importance=token"],
     [
         killed("killed while it generates a step ahead", "generate.enter", 2),
         killed("killed with rollouts in flight", "apply.leave", 3, rank=0),

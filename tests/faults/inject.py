@@ -1,9 +1,10 @@
 """Breaks a rank at a named point. Installed before the training starts; the product knows nothing of it.
 
 A fault is a dict:
-    point   where: `PHASE.enter`, `PHASE.leave` of the trainer's phases (rollout, update, publish, evaluate, checkpoint, ...), or the name
-            of a wrapped function (see _FUNCTIONS) with `.enter` or `.leave`, or `files` (an operation on the checkpoints' folder)
-    action  what: see _ACTIONS
+    point   where: `PHASE.enter`, `PHASE.leave` of the trainer's phases (rollout, update, publish, evaluate, checkpoint, ...); the name of a
+            wrapped function (see FUNCTIONS) with `.enter` or `.leave`; `files`: any change in the checkpoints' folder; `files.open`: a
+            file there is opened to be written
+    action  what: see ACTIONS
     step    in which step; None: in any
     rank    on which rank; None: on all
     skip    passes through the point that are left alone first
@@ -156,7 +157,7 @@ def install(faults: list[dict], log: Path, run_dir: Path) -> None:
         attribute = path.rpartition(".")[2]
         setattr(owner, attribute, _around(getattr(owner, attribute), name, injector))
     _watch_phases(PhaseTimers, Supervisor, Recorder, injector)
-    if any(fault["point"] == "files" for fault in injector.faults):
+    if any(fault["point"].startswith("files") for fault in injector.faults):
         _watch_files(str(run_dir / "checkpoints"), injector)
 
 
@@ -194,20 +195,22 @@ def _watch_phases(timers, supervisor, recorder, injector: Injector) -> None:
 def _watch_files(folder: str, injector: Injector) -> None:
     """Count every operation that changes something under the checkpoints' folder."""
 
+    def opens_to_write(mode="r", *_arguments, **_options) -> bool:
+        return any(letter in mode for letter in "wax+")
+
     def guard(function, writes):
         @functools.wraps(function)
         def wrapped(path, *arguments, **options):
             if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(folder) and writes(*arguments, **options):
                 injector.hit("files")
+                if writes is opens_to_write:
+                    injector.hit("files.open")
             return function(path, *arguments, **options)
 
         return wrapped
 
     def always(*_arguments, **_options) -> bool:
         return True
-
-    def opens_to_write(mode="r", *_arguments, **_options) -> bool:
-        return any(letter in mode for letter in "wax+")
 
     builtins.open = guard(builtins.open, opens_to_write)
     io.open = guard(io.open, opens_to_write)

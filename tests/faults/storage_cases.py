@@ -8,13 +8,13 @@ from pathlib import Path
 from chains import Case, Chain, newest_checkpoint
 
 
-def files(action, step, rank, **more):
-    return {"point": "files", "action": action, "step": step, "rank": rank, **more}
+def files(action, step, rank, point="files.open", **more):
+    return {"point": point, "action": action, "step": step, "rank": rank, **more}
 
 
 def killed_in_a_save(step, rank, operation):
     name = f"rank {rank} killed in a save, at its {operation}. change of a file"
-    return [Case(name, "resumes", [files("kill", step, rank, skip=operation - 1)], says=rf"rank {rank} died in step {step}")]
+    return [Case(name, "resumes", [files("kill", step, rank, "files", skip=operation - 1)], says=rf"rank {rank} died in step {step}")]
 
 
 def not_saved(name, fault, error):
