@@ -27,7 +27,7 @@ class Case:
     says: str = ""  # a regular expression that the output must hold
     tamper: Callable[[Path], None] | None = None  # done to the run folder before the launch
     mend: Callable[[Path], None] | None = None  # done to it afterwards
-    overrides: Sequence[str] = ()
+    overrides: Sequence[str] = ()  # RUN_DIR stands for the run folder
     launcher: str = "fleet"  # or `megagrpo run`, `torchrun`: those that real runs are started with, restarts allowed
     codes: Sequence[int] | None = None  # exit codes of the launch, where they are not 0 or an error's by the outcome
 
@@ -118,7 +118,8 @@ class ChainRun:
         return results
 
     def _launch(self, run_dir: Path, overrides: Sequence[str], faults: list[dict], launcher: str = "fleet") -> Ended:
-        arguments = [*self.config, *self.chain.overrides, f"run.dir={run_dir}", *overrides]
+        named = [override.replace("RUN_DIR", str(run_dir)) for override in overrides]
+        arguments = [*self.config, *self.chain.overrides, f"run.dir={run_dir}", *named]
         return self.fleet.launch(self.chain.ranks, arguments, run_dir, faults, launcher)
 
     def _judge(self, case: Case, result: Result, ended: Ended) -> None:

@@ -77,6 +77,21 @@ def show_manifests(run_dir: Path) -> None:
         path.write_text(path.read_text()[:-1])
 
 
+def make_another_model(run_dir: Path) -> None:
+    folder = shutil.copytree("examples/quickstart/model", run_dir / "other_model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": config["rms_norm_eps"] * 10}))
+
+
+def make_another_tokenizer(run_dir: Path) -> None:
+    folder = shutil.copytree("examples/quickstart/model", run_dir / "other_tokenizer")
+    text = (folder / "tokenizer.json").read_text()
+    vocabulary = json.loads(text)["model"]["vocab"]
+    tokenizer = json.loads(text)
+    tokenizer["model"]["vocab"] = vocabulary | {"1": vocabulary["2"], "2": vocabulary["1"]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 _held = []
 
 
@@ -165,6 +180,13 @@ FOLDERS = Chain(
             mend=put_manifest_back,
         ),
         refused("the configuration differs", r"optimizer\.lr", "optimizer.lr=1.0e-5"),
+        refused("another model", "is of another model or tokenizer: .*eps", "model.path=RUN_DIR/other_model", tamper=make_another_model),
+        refused(
+            "another tokenizer",
+            "is of another model or tokenizer: .*tokenizer",
+            "model.tokenizer=RUN_DIR/other_tokenizer",
+            tamper=make_another_tokenizer,
+        ),
         refused("a live run is in the folder", "in use by a live run", tamper=hold_the_lock, mend=let_the_lock_go),
     ],
 )
