@@ -34,6 +34,11 @@ class VllmEngine(RemoteEngine):
     package = PACKAGES["vllm"]
 
     @property
+    def transports(self) -> tuple[str, ...]:
+        """CUDA IPC where the server computes on the GPUs of the ranks."""
+        return ("shared_memory", "disk", "ipc") if self.device.type == "cuda" else ("shared_memory", "disk")
+
+    @property
     def _tokenizer_folder(self) -> str | None:
         """Where the server finds the tokenizer, with which it notices stop strings; None: it was not loaded from a folder."""
         folder = self.tokenizer.name_or_path
