@@ -1,14 +1,13 @@
 """Engines that live in a process of their own: one server, reached over HTTP, started as a child or given by its address."""
 
 import uuid
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from megagrpo.config.schema import EngineConfig
 from megagrpo.errors import UserError
@@ -16,19 +15,19 @@ from megagrpo.rollout.engines.base import Engine, EngineError, EngineHealth, OnG
 from megagrpo.rollout.engines.completions import Sample, build_completion
 from megagrpo.rollout.engines.hf_model import end_token_ids, load_from_folder
 from megagrpo.rollout.engines.host.manifest import BucketManifest
-from megagrpo.rollout.engines.http_client import Call, EngineClient, EngineUnreachable
+from megagrpo.rollout.engines.http_client import EngineClient, EngineUnreachable
 from megagrpo.rollout.engines.owned_server import OwnedServer
-from megagrpo.rollout.engines.python_environment import EnginePackage
 from megagrpo.rollout.engines.remote_weights import Ack, ServerWeights
 from megagrpo.rollout.engines.request_checks import check_request, consecutive_runs
+from megagrpo.rollout.engines.server_protocol import ServerProtocol
 from megagrpo.rollout.engines.stopping import StopRule
-from megagrpo.rollout.engines.weights import checkpoint_tensors
+from megagrpo.rollout.engines.weights import checkpoint_shapes
 from megagrpo.types import Completion, Prompt, SamplingParams
 
 HOST_FOLDER = Path(__file__).parent / "host"
 
 
-class RemoteEngine(Engine):
+class RemoteEngine(ServerProtocol, Engine):
     """A server with weights, and this process's view of it.
 
     One process owns a server: it starts it (unless an address is given), publishes to it and closes it. Others follow: they generate,
@@ -42,13 +41,8 @@ class RemoteEngine(Engine):
 
     Attributes:
         engine_ranks: processes that hold a part of the model, each of which acknowledges a bucket.
-        transports: ways in which a bucket can reach the engine.
         is_owner: whether this process publishes to the server.
     """
-
-    package: ClassVar[EnginePackage]
-    health_path: ClassVar[str] = "/health"
-    transports: tuple[str, ...] = ("shared_memory", "disk")
 
     def __init__(
         self,
@@ -82,7 +76,7 @@ class RemoteEngine(Engine):
         self._hf = load_from_folder(AutoConfig, model_folder)
         self.tokenizer = tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
         self.end_token_ids = end_token_ids(model_folder, self._hf, self.tokenizer)
-        self._tensor_shapes = _checkpoint_shapes(self._hf, dtype)
+        self._tensor_shapes = checkpoint_shapes(self._hf, dtype)
         self._closed = self._asleep = self._aborted = False
         self._lost: str | None = None  # why the server can't be reached any more
         address = address or _only(config.addresses)
@@ -95,59 +89,6 @@ class RemoteEngine(Engine):
         self._weights = ServerWeights(self._tensor_shapes, self, is_owner)
         if load_weights:
             self._weights.mark_complete(0)
-
-    # ---- what an engine of this kind has to say
-
-    @abstractmethod
-    def server_command(self, python: str, port: int) -> list[str]:
-        """Return the command that starts the server, which listens on 127.0.0.1 alone."""
-
-    @abstractmethod
-    def server_environment(self) -> Mapping[str, str]:
-        """Return what the server's environment has beside this process's."""
-
-    @abstractmethod
-    def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
-        """Return the request for completions `indices` of a prompt."""
-
-    def prepare(self, prompts: Sequence[Prompt], num_completions: int) -> None:
-        """Do what helps the server before it gets the requests for `num_completions` completions of each prompt."""
-
-    @abstractmethod
-    def abort_calls(self, requests: Mapping[str, int]) -> list[Call]:
-        """Return the calls that end the given requests (their ids, with the number of their completions) early."""
-
-    @abstractmethod
-    def read_samples(self, answer: Any) -> list[Sample]:
-        """Return the completions in an answer to `generate_call`, by index."""
-
-    @abstractmethod
-    def pause(self, abort: bool) -> None:
-        """Stop decoding; requests that are on their way wait, or end now if `abort`. Pausing again is no error."""
-
-    @abstractmethod
-    def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
-        """Have every engine rank verify and load a bucket; return the acks by rank. Raises EngineError with what a rank refused."""
-
-    @abstractmethod
-    def commit_and_resume(self, version: int) -> None:
-        """Make what was loaded serve as `version`: drop all that was computed from older weights, then decode on."""
-
-    @abstractmethod
-    def parameter_shapes(self) -> list[dict[str, torch.Size]]:
-        """Return the shapes of every engine rank's own parameters: the tensors of layout `sharded`."""
-
-    @abstractmethod
-    def set_asleep(self, asleep: bool) -> None:
-        """Give the accelerator's memory back, or take it again; the weights survive."""
-
-    def parameter_checksums(self) -> list[dict[str, str]]:
-        """Return the checksums of every engine rank's own parameters: two ways of loading can be compared bit for bit.
-
-        Raises:
-            EngineError: an engine of this kind can't tell.
-        """
-        raise EngineError(f"engine {self.package.name} does not tell checksums of its parameters")
 
     # ---- the contract
 
@@ -329,11 +270,3 @@ def _only(addresses: Sequence[str]) -> str | None:
     if len(addresses) > 1:
         raise UserError(f"engine.addresses: names {len(addresses)} servers, one engine is one of them")
     return addresses[0] if addresses else None
-
-
-def _checkpoint_shapes(hf: Any, dtype: torch.dtype) -> dict[str, torch.Size]:
-    """Return the shapes of a model's tensors under their checkpoint names; no memory is taken for them."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf, dtype=dtype)
-    model.tie_weights()
-    return {name: tensor.shape for name, tensor in checkpoint_tensors(model).items()}

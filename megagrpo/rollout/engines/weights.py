@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.transaction import WeightTransaction
@@ -63,3 +65,11 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             )
             tensors |= {f"{match['prefix']}.{expert}.{part}.weight": view for part, view in parts.items()}
     return tensors
+
+
+def checkpoint_shapes(hf: Any, dtype: torch.dtype) -> dict[str, torch.Size]:
+    """Return the shapes of a model's tensors under their checkpoint names; no memory is taken for them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf, dtype=dtype)
+    model.tie_weights()
+    return {name: tensor.shape for name, tensor in checkpoint_tensors(model).items()}

@@ -1,0 +1,80 @@
+"""What an engine that is a server has to say of its kind: how it is started, asked, paused and given weights."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from megagrpo.rollout.engines.base import EngineError
+from megagrpo.rollout.engines.completions import Sample
+from megagrpo.rollout.engines.host.manifest import BucketManifest
+from megagrpo.rollout.engines.http_client import Call
+from megagrpo.rollout.engines.python_environment import EnginePackage
+from megagrpo.rollout.engines.remote_weights import Ack
+from megagrpo.types import Prompt, SamplingParams
+
+
+class ServerProtocol(ABC):
+    """The part of a RemoteEngine that differs from kind to kind.
+
+    Attributes:
+        package: what has to be installed.
+        health_path: answers 200 to a GET once the server serves.
+        transports: ways in which a bucket can reach the engine.
+    """
+
+    package: ClassVar[EnginePackage]
+    health_path: ClassVar[str] = "/health"
+    transports: tuple[str, ...] = ("shared_memory", "disk")
+
+    @abstractmethod
+    def server_command(self, python: str, port: int) -> list[str]:
+        """Return the command that starts the server, which listens on 127.0.0.1 alone."""
+
+    @abstractmethod
+    def server_environment(self) -> Mapping[str, str]:
+        """Return what the server's environment has beside this process's."""
+
+    @abstractmethod
+    def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
+        """Return the request for completions `indices` of a prompt."""
+
+    def prepare(self, prompts: Sequence[Prompt], num_completions: int) -> None:  # noqa: B027 (most need nothing)
+        """Do what helps the server before it gets the requests for `num_completions` completions of each prompt."""
+
+    @abstractmethod
+    def abort_calls(self, requests: Mapping[str, int]) -> list[Call]:
+        """Return the calls that end the given requests (their ids, with the number of their completions) early."""
+
+    @abstractmethod
+    def read_samples(self, answer: Any) -> list[Sample]:
+        """Return the completions in an answer to `generate_call`, by index."""
+
+    @abstractmethod
+    def pause(self, abort: bool) -> None:
+        """Stop decoding; requests that are on their way wait, or end now if `abort`. Pausing again is no error."""
+
+    @abstractmethod
+    def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
+        """Have every engine rank verify and load a bucket; return the acks by rank. Raises EngineError with what a rank refused."""
+
+    @abstractmethod
+    def commit_and_resume(self, version: int) -> None:
+        """Make what was loaded serve as `version`: drop all that was computed from older weights, then decode on."""
+
+    @abstractmethod
+    def parameter_shapes(self) -> list[dict[str, torch.Size]]:
+        """Return the shapes of every engine rank's own parameters: the tensors of layout `sharded`."""
+
+    @abstractmethod
+    def set_asleep(self, asleep: bool) -> None:
+        """Give the accelerator's memory back, or take it again; the weights survive."""
+
+    def parameter_checksums(self) -> list[dict[str, str]]:
+        """Return the checksums of every engine rank's own parameters: two ways of loading can be compared bit for bit.
+
+        Raises:
+            EngineError: an engine of this kind can't tell.
+        """
+        raise EngineError(f"engine {self.package.name} does not tell checksums of its parameters")
