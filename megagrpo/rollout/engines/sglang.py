@@ -12,12 +12,12 @@ from megagrpo.device.launch import thread_environment
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.completions import Sample
 from megagrpo.rollout.engines.host.manifest import BucketManifest
-from megagrpo.rollout.engines.host.sglang_instructions import commit_body, describe_body, load_body, read_reply
+from megagrpo.rollout.engines.host.sglang_instructions import checksums_body, commit_body, describe_body, load_body, read_reply
 from megagrpo.rollout.engines.http_client import Call
 from megagrpo.rollout.engines.python_environment import PACKAGES
 from megagrpo.rollout.engines.remote import HOST_FOLDER, RemoteEngine
 from megagrpo.rollout.engines.remote_weights import Ack
-from megagrpo.rollout.engines.server_arguments import command_line_arguments
+from megagrpo.rollout.engines.server_arguments import command_line_arguments, device_environment
 from megagrpo.rollout.engines.sglang_answers import read_sample
 from megagrpo.rollout.sampling import row_keys
 from megagrpo.types import Prompt, SamplingParams
@@ -87,6 +87,8 @@ class SglangEngine(RemoteEngine):
                 "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a small model's whole rollout
                 "SGLANG_CPU_OMP_THREADS_BIND": cores_by_rank(sorted(os.sched_getaffinity(0)), self.config.tensor_parallel),
             }
+        else:
+            environment |= device_environment(self.device.index or 0, self.config.tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES"))
         return environment
 
     def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
@@ -137,7 +139,7 @@ class SglangEngine(RemoteEngine):
         return [{name: torch.Size(shape) for name, shape in parameters.items()} for parameters in shapes]
 
     def parameter_checksums(self) -> list[dict[str, str]]:
-        return [rank["checksums"] for rank in self.client.call("/weights_checker", {"action": "checksum"})["ranks"]]
+        return self._instruct(checksums_body())
 
     def set_asleep(self, asleep: bool) -> None:
         if self.device.type != "cpu":  # on a CPU there is nothing to give back

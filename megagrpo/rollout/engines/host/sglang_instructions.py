@@ -26,13 +26,18 @@ def describe_body() -> dict[str, Any]:
     return _body({"describe": None})
 
 
+def checksums_body() -> dict[str, Any]:
+    """Return the request for the checksums (manifest.checksum_of) of every engine rank's parameters; nothing is changed."""
+    return _body({"checksums": None})
+
+
 def read_reply(message: str) -> list[dict[str, Any]]:
     """Return the ranks' answers from a reply's message; SGLang appends a sentence of its own to a commit's."""
     return json.JSONDecoder().raw_decode(message)[0]
 
 
 def read_instruction(payload: bytes) -> dict[str, Any]:
-    """Return {"load": manifest as JSON}, {"commit": version} or {"describe": None} from a request's (decoded) payload."""
+    """Return {"load": manifest as JSON}, {"commit": version}, {"describe": None} or {"checksums": None} from a decoded payload."""
     return json.loads(payload)
 
 

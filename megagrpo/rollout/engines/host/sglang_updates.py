@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from manifest import BucketManifest, build_ack, open_tensors
+from manifest import BucketManifest, build_ack, checksum_of, open_tensors
 from sglang_instructions import LOAD_FORMAT, read_instruction
 
 
@@ -38,6 +38,8 @@ def follow(updater: Any, request: Any) -> tuple[bool, str]:
     except Exception as error:
         return False, f"not an instruction: {type(error).__name__}: {error}"
     group, model = updater.tp_cpu_group, updater.tp_worker.model_runner.model
+    if action == "checksums":
+        return True, json.dumps(gather({name: checksum_of(parameter.cpu()) for name, parameter in model.named_parameters()}, group))
     if action == "describe":
         return True, json.dumps(gather({name: list(parameter.shape) for name, parameter in model.named_parameters()}, group))
     has_sessions = hasattr(updater, "_session")  # SGLang 0.5.21 and later
@@ -67,7 +69,7 @@ def load_bucket(manifest_json: str, model: torch.nn.Module, group: Any) -> tuple
     rank = torch.distributed.get_rank(group)
     try:
         manifest = BucketManifest.from_json(manifest_json)
-        tensors, error = list(open_tensors(manifest, rank)), None  # views of the mapped file, every one checked
+        tensors, error = list(open_tensors(manifest, rank, dict(model.named_parameters()))), None  # views of the mapped file, checked
         if manifest.layout == "sharded":
             check_parameters(model, tensors)
     except Exception as caught:  # whatever it is, the other ranks wait in the gather

@@ -16,6 +16,7 @@ from megagrpo.rollout.engines.host import manifest as manifest_module
 from megagrpo.rollout.engines.host.manifest import BucketManifest, TensorEntry, build_ack, checksum_of
 from megagrpo.rollout.engines.host.sglang_instructions import (
     LOAD_FORMAT,
+    checksums_body,
     commit_body,
     describe_body,
     load_body,
@@ -128,12 +129,14 @@ def test_a_version_counts_once_the_caches_are_dropped_with_sessions_and_before_t
     assert read_reply(message) == [{"version": 4}] if flushes else "not retracted" in message
 
 
-def test_without_a_session_only_the_parameters_are_told(updates):
+def test_without_a_session_the_parameters_are_only_told(updates):
     updater = SimpleNamespace(tp_cpu_group=None, tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())), _session=None)
     for body in (load_body("{}"), commit_body(4)):
         assert updates.follow(updater, request_of(body)) == (False, "no weight-update session is open: begin_weight_update comes first")
     success, message = updates.follow(updater, request_of(describe_body()))
     assert success and read_reply(message) == [{"first": [2, 3], "second": [4]}]
+    success, message = updates.follow(updater, request_of(checksums_body()))
+    assert success and read_reply(message) == [{"first": checksum_of(torch.zeros(2, 3)), "second": checksum_of(torch.zeros(4))}]
 
 
 def request_of(body):
