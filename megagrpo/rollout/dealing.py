@@ -3,6 +3,7 @@
 What is generated doesn't depend on the rank, so this decides time alone. It is a function of metadata that all ranks hold.
 """
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 from megagrpo.rollout.rollouts import StepRollouts
@@ -61,14 +62,15 @@ def deal_groups(costs: Sequence[float], replica_of_rank: Sequence[int]) -> list[
         The groups of each rank, in ascending order.
     """
     longest_first = sorted(range(len(costs)), key=lambda group: (-costs[group], group))
-    load_of_replica = dict.fromkeys(replica_of_rank, 0.0)
-    load_of_rank = [0.0] * len(replica_of_rank)
+    replicas = [(0.0, replica) for replica in sorted(set(replica_of_rank))]  # heaps of (load, number): equal loads go by number
+    ranks: dict[int, list[tuple[float, int]]] = {replica: [] for _, replica in replicas}
+    for rank, replica in enumerate(replica_of_rank):
+        ranks[replica].append((0.0, rank))
     dealt: list[list[int]] = [[] for _ in replica_of_rank]
     for group in longest_first:
-        replica = min(load_of_replica, key=load_of_replica.__getitem__)
-        ranks = [rank for rank, of in enumerate(replica_of_rank) if of == replica]
-        rank = min(ranks, key=load_of_rank.__getitem__)
+        replica_load, replica = heapq.heappop(replicas)
+        rank_load, rank = heapq.heappop(ranks[replica])
         dealt[rank].append(group)
-        load_of_replica[replica] += costs[group]
-        load_of_rank[rank] += costs[group]
+        heapq.heappush(replicas, (replica_load + costs[group], replica))
+        heapq.heappush(ranks[replica], (rank_load + costs[group], rank))
     return [sorted(groups) for groups in dealt]

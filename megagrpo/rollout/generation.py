@@ -150,9 +150,10 @@ class RolloutGenerator:
     def _by_occurrence(prompts: Sequence[Prompt], mine: Sequence[int]) -> dict[int, list[int]]:
         """Return the groups `mine` by how often their prompt has come before in `prompts`."""
         seen: Counter[int] = Counter()
+        own = set(mine)
         groups_of_occurrence: dict[int, list[int]] = defaultdict(list)
         for group, prompt in enumerate(prompts):
-            if group in set(mine):
+            if group in own:
                 groups_of_occurrence[seen[prompt.id]].append(group)
             seen[prompt.id] += 1
         return groups_of_occurrence

@@ -17,6 +17,7 @@ class RecoveringPublisher(Publisher):
 
     def __init__(self, publisher: Publisher, recovery: "ReplicaRecovery"):
         self.publisher, self.recovery, self.exporter = publisher, recovery, publisher.exporter
+        self._told: dict[int, str] = {}  # lost replicas, as the log has them
 
     def publish(self, version: int, replicas: Collection[int] | None = None) -> PublishStats:
         """Bring the engines to `version`; see Publisher.publish."""
@@ -25,7 +26,9 @@ class RecoveringPublisher(Publisher):
         stats = self.publisher.publish(version, chosen) if chosen else PublishStats(version, 0, 0)
         found = self.recovery.published() if chosen else []
         lost = self.recovery.states.lost
-        notes = [f"warning: weight version {version}: engine replica {replica} is lost: {why}" for replica, why in sorted(lost.items())]
+        news = sorted(lost.items() - self._told.items())
+        self._told = dict(lost)
+        notes = [f"warning: weight version {version}: engine replica {replica} is lost: {why}" for replica, why in news]
         notes += [f"weight version {version}: engine replica {replica} was started anew and generates again" for replica in found]
         return replace(stats, metrics=stats.metrics | {"rollout/lost_replicas": len(lost)}, notes=(*stats.notes, *notes))
 
