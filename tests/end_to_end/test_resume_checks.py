@@ -113,6 +113,7 @@ def outcomes(whole, model, tmp_path_factory):
         change(Path(dict(each.split("=", 1) for each in jobs[name][1])["model.path"]))
     case("saved_reference", "checkpoint.save_reference=true", source="saved_reference", keep_newest=False)
     other_weights(Path(dict(each.split("=", 1) for each in jobs["saved_reference"][1])["model.path"]))
+    jobs["other_generators"] = [QUICKSTART, [*SMALL, *RUN, f"model.path={model('generators')}", f"run.dir={root / 'other_generators'}"]]
     export = whole["whole"] / "checkpoints" / "step_000002" / "hf"
     jobs["from_export"] = [QUICKSTART, [*SMALL, *RUN, f"model.path={export}", f"run.dir={root / 'from_export'}", "run.steps=1"]]
 
@@ -180,6 +181,12 @@ def test_a_changed_learning_rate_is_told_and_used(outcomes, whole, rows_of):
 def test_another_folder_with_the_same_weights_is_the_same_model(outcomes, whole, rows_of):
     log_of(outcomes, "same")
     assert rows_of(outcomes[0] / "same") == rows_of(whole["whole"])
+
+
+def test_nothing_of_a_run_draws_from_the_random_generators(outcomes, whole, rows_of):
+    """A whole run with Python's, NumPy's and torch's generators in another place, another one on each rank: equal to the bit."""
+    log_of(outcomes, "other_generators")
+    assert rows_of(outcomes[0] / "other_generators") == rows_of(whole["whole"])
 
 
 def test_a_saved_reference_needs_its_source_no_more(outcomes, whole, rows_of):

@@ -1,15 +1,20 @@
 """Worker: several runs in one launch, some of which are refused. Argument: JSON {name: [config file, overrides]}.
 
-The first rank prints `OUTCOME {name: message}` for each that is refused, with the same UserError on all ranks.
+Before a run whose name begins with `other_generators` the process-wide random generators are put elsewhere. The first rank prints
+`OUTCOME {name: message}` for each run that is refused, with the same UserError on all ranks.
 """
 
 import json
+import os
+import random
 import sys
 
 from megagrpo.device import device as device_module
 
 DEVICE = device_module.setup()
 
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megagrpo.config.load import load_config  # noqa: E402
@@ -20,6 +25,10 @@ from megagrpo.trainer import run_training  # noqa: E402
 
 def main() -> None:
     for name, (path, overrides) in json.loads(sys.argv[1]).items():
+        if name.startswith("other_generators"):
+            random.seed(1)
+            np.random.seed(2)
+            torch.manual_seed(3 + int(os.environ["RANK"]))
         try:
             run_training(load_config(path, overrides), DEVICE)
         except UserError as error:
