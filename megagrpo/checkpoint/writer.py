@@ -8,6 +8,7 @@ commit()   all ranks: the results are gathered and the first rank writes torch's
 A thread, because a process that is forked from one with running threads can hang without a word, and the data is in this process.
 """
 
+import inspect
 import json
 import os
 import queue
@@ -140,7 +141,10 @@ def _write_bucket(writer: FileSystemWriterAsync, number: int, bucket: Any) -> li
     reported: queue.Queue = queue.Queue()
     counted: queue.Queue = queue.Queue()
     counted.put(number)
-    writer.write_preloaded_data([writer.transforms], number, bucket, reported, counted, use_fsync=True)
+    # Unwrapped: Megatron's decorator turns the garbage collector off, for a forked process; here it would be training's too, for the
+    # whole time of a write.
+    write = inspect.unwrap(writer.write_preloaded_data)
+    write([writer.transforms], number, bucket, reported, counted, use_fsync=True)
     _, outcome = reported.get_nowait()
     if isinstance(outcome, Exception):
         raise outcome
