@@ -61,11 +61,11 @@ class Rank:
         from megagrpo.models.build import build_stage_model, build_transformer_config
         from megagrpo.models.family import read_hf_config
         from megagrpo.models.precision import build_precision
-        from megagrpo.parallel.groups import all_gather_metadata, build_groups
+        from megagrpo.parallel.groups import all_gather_metadata, build_groups, destroy_groups
         from megagrpo.parallel.layout import ParallelLayout
         from megagrpo.policy.actor import Actor
 
-        self.torch, self.gather = torch, all_gather_metadata
+        self.torch, self.gather, self.destroy_groups = torch, all_gather_metadata, destroy_groups
         self.folder = Path(folder)
         hf_folder = self.folder / f"config_{os.environ['RANK']}"
         heads = shape["num_attention_heads"]
@@ -82,6 +82,11 @@ class Rank:
                 state["exp_avg_sq"].uniform_()
         self.collector = ShardCollector(self.actor)
         self.weights = torch.randn(512, 512)
+
+    def close(self):
+        """Leave in good order: threads of process groups that are still there abort the process."""
+        self.torch.distributed.barrier()
+        self.destroy_groups()
 
     def work(self):
         """A fixed piece of what training does, and its seconds."""
@@ -105,6 +110,8 @@ class Rank:
         alone = statistics.median(self.work() for _ in range(5))
         for step in range(1, repeats + 2):
             manifest = Manifest(step, step, {}, {}, {}, {}, ())
+            manager.await_removal()  # the saves of a run are many steps apart
+            self.gather(None)
             started = time.perf_counter()
             saved = manager.save(Contents(manifest, {}, {}))
             slowed = []
@@ -158,6 +165,7 @@ def run_rank(job):
     if int(os.environ["RANK"]) == 0:
         for row in rows:
             print("ROW", json.dumps(row | {"parameters_over_ranks": parameters}), flush=True)
+    rank.close()
 
 
 def launch(job, timeout_seconds):
