@@ -59,6 +59,7 @@ class SglangEngine(RemoteEngine):
             "grammar_backend": "none",
             "disable_overlap_schedule": True,  # a weight update finds no batch between two steps
             "skip_server_warmup": True,
+            "sleep_on_idle": True,  # else its loop takes half a core from the ranks while they train
             "log_level": "warning",
         }
         arguments |= {"tokenizer_path": self._tokenizer_folder} if self._tokenizer_folder else {"skip_tokenizer_init": True}
