@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from megagrpo.config.schema import Config, EngineConfig, WeightsConfig
 
 EMBEDDED_ENGINES = ("transformers",)  # they live in the ranks
+PROBE_PROMPT_TOKENS = 8  # of the prompt on which engine and trainer are compared after each publish
 _EVERY_ENGINE = ("name", "max_batch_completions", "max_prefill_tokens", "sleep_while_training")
 
 
@@ -20,8 +21,11 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
         yield from _check_unused_weights(config)
         return
     yield from _check_replicas(engine, world_size)
+    yield from _check_probe(config, hf_config)
     if config.weights.delta and config.weights.layout == "full":
         yield "weights.delta: true: needs weights.layout sharded or auto, full tensors are always sent whole"
+    if config.weights.delta and config.weights.transport not in ("auto", "shared_memory"):
+        yield f"weights.delta: true: needs weights.transport shared_memory or auto, not {config.weights.transport}"
     for field in ("start_timeout_seconds", "request_timeout_seconds"):
         limit = config.run.collective_timeout_seconds
         if getattr(engine, field) >= limit:
@@ -43,6 +47,20 @@ def _check_unused(engine: EngineConfig) -> Iterator[str]:
     for field in EngineConfig.model_fields:
         if field not in _EVERY_ENGINE and getattr(engine, field) != getattr(default, field):
             yield f"engine.{field}: {getattr(engine, field)}: engine.name {engine.name} lives in the ranks, it has no server"
+
+
+def _check_probe(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    if not config.weights.probe_tokens:
+        return
+    needed = PROBE_PROMPT_TOKENS + config.weights.probe_tokens
+    limits = {
+        "update.max_tokens_per_microbatch": config.update.max_tokens_per_microbatch,
+        "engine.max_model_len": config.engine.max_model_len,
+        "max_position_embeddings": hf_config.get("max_position_embeddings"),
+    }
+    for name, limit in limits.items():
+        if isinstance(limit, int) and needed > limit:
+            yield f"weights.probe_tokens: {config.weights.probe_tokens}: with a prompt of {PROBE_PROMPT_TOKENS}, more than {name} = {limit}"
 
 
 def _check_unused_weights(config: Config) -> Iterator[str]:

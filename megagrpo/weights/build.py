@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megagrpo.config.schema import Config
+from megagrpo.device.device import has_cuda
 from megagrpo.errors import UserError
 from megagrpo.models.build import StageModel
 from megagrpo.parallel.groups import all_gather_metadata
@@ -48,12 +49,14 @@ def choose_transport(wanted: str, offered: Sequence[str]) -> str:
     `auto`: shared memory where all ranks are on one machine, else the process group, whose owners are on their engines' machines.
 
     Raises:
-        UserError: `shared_memory` with ranks on several machines, or a transport that the engine does not read.
+        UserError: `shared_memory` with ranks on several machines, `ipc` without CUDA, or a transport that the engine does not read.
     """
     hosts = set(all_gather_metadata(socket.gethostname()))
     name = wanted if wanted != "auto" else "shared_memory" if len(hosts) == 1 else "group"
     if name == "shared_memory" and len(hosts) > 1:
         raise UserError(f"weights.transport: shared_memory: the ranks are on {len(hosts)} hosts; take group or disk")
+    if name == "ipc" and not has_cuda():
+        raise UserError("weights.transport: ipc: opens GPU memory in the engine's process; there is no CUDA device here")
     carrier = "shared_memory" if name == "group" else name
     if carrier not in offered:
         raise UserError(f"weights.transport: {name}: the engine reads {', '.join(offered)}")

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from megagrpo.config.engine_checks import PROBE_PROMPT_TOKENS
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder, TrainSample
 from megagrpo.policy.microbatches import SampleSize, plan_microbatches
@@ -15,13 +16,12 @@ from megagrpo.rollout.engines.base import Engine
 from megagrpo.types import Completion, Prompt, SamplingParams
 from megagrpo.weights.publisher import PublishError, agree
 
-PROMPT_TOKENS = 8
 _STRIDE = 7919  # a prime: the ids spread over the vocabulary, so that most rows of the embedding's shards are touched over time
 
 
 def probe_prompt(vocab_size: int) -> Prompt:
     """Return a fixed prompt of token ids spread over the vocabulary."""
-    return Prompt(id=0, text="", token_ids=tuple(_STRIDE * (i + 1) % vocab_size for i in range(PROMPT_TOKENS)))
+    return Prompt(id=0, text="", token_ids=tuple(_STRIDE * (i + 1) % vocab_size for i in range(PROBE_PROMPT_TOKENS)))
 
 
 class LogprobProbe:

@@ -26,7 +26,7 @@ class ServerProtocol(ABC):
 
     package: ClassVar[EnginePackage]
     health_path: ClassVar[str] = "/health"
-    transports: tuple[str, ...] = ("shared_memory", "disk")
+    transports: tuple[str, ...] = ("shared_memory", "disk", "ipc")
 
     @abstractmethod
     def server_command(self, python: str, port: int) -> list[str]:

@@ -14,20 +14,29 @@ from megagrpo.device import device as device_module
 DEVICE = device_module.setup()
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "unit" / "weights"))
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from labelled_models import kept_by  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
+from megagrpo.config.checks import token_alignment  # noqa: E402
+from megagrpo.config.schema import OptimizerConfig, ParallelConfig  # noqa: E402
 from megagrpo.models.build import StageModel, build_transformer_config, load_stage_model  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.parallel.groups import build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
+from megagrpo.policy.actor import Actor  # noqa: E402
+from megagrpo.policy.batch import MicroBatchBuilder  # noqa: E402
+from megagrpo.policy.microbatches import PackingRules  # noqa: E402
 from megagrpo.rollout.engines.base import EngineError  # noqa: E402
 from megagrpo.rollout.engines.host.manifest import build_ack, open_tensors  # noqa: E402
+from megagrpo.types import Completion  # noqa: E402
 from megagrpo.weights.build import build_transport  # noqa: E402
 from megagrpo.weights.export import WeightExporter  # noqa: E402
+from megagrpo.weights.probe import LogprobProbe  # noqa: E402
 from megagrpo.weights.publisher import PublishError  # noqa: E402
 from megagrpo.weights.remote import RemotePublisher  # noqa: E402
 from megagrpo.weights.targets import EngineGrid  # noqa: E402
@@ -215,6 +224,47 @@ def check_delta(folder: Path, groups, scratch: Path) -> None:
         assert all(share < 0.2 for share, version in zip(shares, versions, strict=True) if version not in sent_all), shares
 
 
+class SamplingEngine:
+    """Returns fixed tokens with their dense log-probs by transformers, and can be wrong about one of them."""
+
+    def __init__(self, folder: Path, replica: int):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.replica, self.error = replica, 0.0
+
+    def generate(self, prompts, sampling, indices):
+        ((prompt,), tokens) = prompts, np.arange(sampling.max_new_tokens) * 7 + self.replica
+        ids = torch.tensor([[*prompt.token_ids, *tokens.tolist()]])
+        with torch.no_grad():
+            logprobs = self.model(ids).logits[0, len(prompt.token_ids) - 1 : -1].double().log_softmax(-1)
+        values = logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].float().numpy()
+        values[2] += self.error
+        return [[Completion(prompt.id, 0, tokens, values, "length", ((0, 1),), "")]]
+
+
+def check_probe(folder: Path, layout: str, groups, sizes: dict[str, int]) -> None:
+    """Right log-probs pass in every layout; a wrong one is named on every rank."""
+    hf = read_hf_config(folder)
+    sp = groups.tp.size() > 1 and hf.num_experts is not None
+    config = build_transformer_config(hf, groups, build_precision("fp32"), sp)
+    actor = Actor(load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False), OptimizerConfig())
+    rules = PackingRules(512, token_alignment(ParallelConfig(**sizes, sp=sp), "fp32"), True, True, groups.layout.min_microbatches)
+    builder = MicroBatchBuilder(DEVICE, rules, 0, False, groups.cp.size(), groups.cp_rank)
+    replica, is_owner = groups.rank // 2, groups.rank % 2 == 0
+    engine = SamplingEngine(folder, replica)
+    probe = LogprobProbe(actor, builder, engine, replica, is_owner, 6, 1e-4)
+    gap = probe(5, [0, 1])["publish/probe_gap"]
+    assert gap < 2e-5, f"{layout}: {gap}"  # float32 rounding of differently blocked products
+    for error, pattern in ((0.01, r"gap 1\.0\d*e-02"), (float("nan"), "gap nan")):
+        engine.error = error if replica == 1 else 0.0
+        try:
+            probe(6, [0, 1])
+        except PublishError as failure:
+            expected = rf"weight version 6: probe: replica 1, token 15 at position 2: .*{pattern}"
+            assert re.search(expected, str(failure)), str(failure)
+        else:
+            raise AssertionError(f"{layout}: an error of {error} passed the probe")
+
+
 def main() -> None:
     models, scratch, *layouts = sys.argv[1:]
     for layout in layouts:
@@ -224,6 +274,8 @@ def main() -> None:
             if read_hf_config(folder).num_experts is None and {"ep", "etp"} & sizes.keys():
                 continue
             check_model(folder, layout, groups, Path(scratch))
+            if folder.name in ("qwen2", "qwen3_moe") and "vpp" not in sizes:
+                check_probe(folder, layout, groups, sizes)
         if layout == layouts[0]:
             check_faults(Path(models) / "qwen3", groups, Path(scratch))
             check_delta(Path(models) / "llama_tied_llama3_rope", groups, Path(scratch))

@@ -30,6 +30,26 @@ def problems_of(tmp_path, monkeypatch):
             ["engine.sleep_while_training=true", "rollout.off_policy=one_step_off"],
             "engine.sleep_while_training: true: rollout.off_policy one_step_off generates during updates",
         ),
+        (
+            1,
+            ["weights.layout=sharded"],
+            "weights.layout: sharded: engine.name transformers lives in the ranks, weights are copied into it directly",
+        ),
+        (
+            1,
+            ["engine.name=vllm", "weights.layout=full", "weights.delta=true"],
+            "weights.delta: true: needs weights.layout sharded or auto, full tensors are always sent whole",
+        ),
+        (
+            1,
+            ["engine.name=vllm", "weights.transport=disk", "weights.delta=true"],
+            "weights.delta: true: needs weights.transport shared_memory or auto, not disk",
+        ),
+        (
+            1,
+            ["engine.name=vllm", "weights.probe_tokens=1020"],
+            "weights.probe_tokens: 1020: with a prompt of 8, more than max_position_embeddings = 1024",
+        ),
         (2, ["engine.name=vllm", "engine.replicas=3"], "engine.replicas: 3 replicas: at most one for each of the 2 ranks"),
         (1, ["engine.name=vllm", "engine.addresses=[node1:8000]"], "engine.addresses.0: node1:8000: is not of the form http://HOST:PORT"),
         (1, ["engine.name=vllm", "engine.addresses=['http://a:x']"], "engine.addresses.0: http://a:x: is not of the form http://HOST:PORT"),
@@ -68,6 +88,8 @@ def test_a_mistake_is_told_with_what_is_allowed(problems_of, world_size, overrid
     "overrides",
     [
         [],
+        ["engine.name=vllm", "weights.delta=true", "weights.probe_tokens=1016"],
+        ["weights.bucket_bytes=1000000"],
         ["engine.name=vllm", "engine.replicas=2", "engine.tensor_parallel=2", "engine.max_model_len=768"],
         ["engine.name=vllm", "engine.addresses=['http://10.0.0.1:8000','https://[::1]:80']", "engine.options={block_size: 32}"],
     ],

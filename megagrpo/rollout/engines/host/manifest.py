@@ -1,11 +1,12 @@
 """What one bucket of published weights holds and where it lies: the only thing that trainer and engine process both know.
 
 This file runs inside engine processes too, in their own Python environments: it imports torch and the standard library, nothing of ours.
-A manifest travels as JSON; the bytes lie in a file of shared memory or on disk, at the offsets that it names. Both kinds of file are read
-in one way: mapped, no copy, so a tensor is a view that lives as long as the sender leaves the file alone, that is until the bucket is
-acknowledged. What must last longer is copied.
+A manifest travels as JSON; the bytes lie in a file of shared memory or on disk, or in memory that is opened by a handle (CUDA IPC), at the
+offsets that it names. All are read in one way, without a copy: a tensor is a view that lives as long as the sender leaves the memory alone,
+that is until the bucket is acknowledged. What must last longer is copied.
 """
 
+import base64
 import json
 import mmap
 import zlib
@@ -15,6 +16,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 MAPPED_TRANSPORTS = ("shared_memory", "disk")  # location {"path": file}; the offsets count from the file's first byte
 LAYOUTS = ("full", "sharded")
@@ -107,13 +109,13 @@ def _read_entry_fields(fields: dict[str, Any]) -> TensorEntry:
 
 
 def checksum_of(tensor: torch.Tensor) -> str:
-    """Return the CRC-32 of a CPU tensor's bytes in row-major order, as eight hexadecimal digits."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """Return the CRC-32 of a tensor's bytes in row-major order, as eight hexadecimal digits. Made on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{zlib.crc32(flat.numpy()):08x}"
 
 
 def check_tensor(entry: TensorEntry, tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """Refuse a received CPU tensor (of another shape than the entry's, where one is given) that is not its entry's, or not finite.
+    """Refuse a received tensor (of another shape than the entry's, where one is given) that is not its entry's, or not finite.
 
     Raises:
         ManifestError: shape, dtype or checksum differ (both values are named), or a value is NaN or infinite.
@@ -141,7 +143,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def open_tensors(
     manifest: BucketManifest, rank: int = 0, current: Mapping[str, torch.Tensor] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of what engine rank `rank` loads from a mapped bucket; every one is checked before it is handed out.
+    """Yield (name, tensor) of what engine rank `rank` loads from a bucket; every one is checked before it is handed out.
 
     Args:
         current: the rank's tensors of the version before, which patches are laid over (in copies).
@@ -149,24 +151,67 @@ def open_tensors(
     Raises:
         ManifestError: the transport is not a mapped one, the file is missing or too short, or `check_tensor` refuses a tensor.
     """
-    if manifest.transport not in MAPPED_TRANSPORTS:
-        raise ManifestError(f"bucket manifest: transport {manifest.transport!r} is not read from a file ({', '.join(MAPPED_TRANSPORTS)})")
-    path = manifest.location.get("path")
-    try:
-        with open(path, "rb") as file:  # type: ignore[arg-type]  (None raises TypeError, told below)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # a private view: writes would not reach the file
-    except (OSError, TypeError, ValueError) as error:
-        raise ManifestError(f"bucket of version {manifest.version}: {path}: {error}") from None
+    memory = open_memory(manifest)
     for entry in manifest.entries_for(rank):
         if entry.patches is None:
-            yield entry.name, read_entry(entry, mapped, prod(entry.shape), entry.shape)
+            yield entry.name, read_entry(entry, memory, prod(entry.shape), entry.shape)
         elif current is None or entry.name not in current:
             raise ManifestError(f"weight {entry.name!r}: its changes were sent, but engine rank {rank} has no older version of it")
         else:
-            yield entry.name, apply_patches(entry, mapped, current[entry.name])
+            yield entry.name, apply_patches(entry, memory, current[entry.name])
 
 
-def apply_patches(entry: TensorEntry, mapped: mmap.mmap, current: torch.Tensor) -> torch.Tensor:
+def open_memory(manifest: BucketManifest) -> torch.Tensor:
+    """Return a bucket's memory, uint8 [bytes]: a file that is mapped, or memory of another process that its handle opens.
+
+    Raises:
+        ManifestError: the transport is none that is read here, or the file or the memory is not there.
+    """
+    try:
+        if manifest.transport in MAPPED_TRANSPORTS:
+            with open(manifest.location["path"], "rb") as file:
+                # A private view: writes would not reach the file.
+                return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        if manifest.transport == "ipc":
+            return _open_cuda_memory(manifest.location)
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        where = manifest.location.get("path", manifest.transport)
+        raise ManifestError(f"bucket of version {manifest.version}: {where}: {type(error).__name__}: {error}") from None
+    raise ManifestError(f"bucket manifest: transport {manifest.transport!r} is none of {', '.join(MAPPED_TRANSPORTS)}, ipc")
+
+
+IPC_FIELDS = (
+    "storage_handle", "storage_size_bytes", "storage_offset_bytes", "ref_counter_handle", "ref_counter_offset", "event_handle",
+    "event_sync_required",
+)  # fmt: skip
+
+
+def _open_cuda_memory(location: dict[str, Any]) -> torch.Tensor:
+    """Open the CUDA memory of a process on the same machine: uint8 [nbytes]. Nothing of a location is executed.
+
+    Args:
+        location: "nbytes", "tensor_offset", "device" (the GPU's UUID: its number differs between processes) and IPC_FIELDS, byte strings
+            in base64: what torch knows of a CUDA tensor that it shares.
+    """
+    devices = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+    if location["device"] not in devices:
+        raise ValueError(f"GPU {location['device']} is not visible here ({', '.join(devices) or 'no GPU is'})")
+    handle = {name: location[name] for name in IPC_FIELDS}
+    handle |= {name: base64.b64decode(handle[name]) for name in IPC_FIELDS if name.endswith("_handle")}
+    return rebuild_cuda_tensor(
+        tensor_cls=torch.Tensor,
+        tensor_size=(location["nbytes"],),
+        tensor_stride=(1,),
+        tensor_offset=location["tensor_offset"],
+        storage_cls=torch.UntypedStorage,
+        dtype=torch.uint8,
+        storage_device=devices.index(location["device"]),
+        requires_grad=False,
+        **handle,
+    )
+
+
+def apply_patches(entry: TensorEntry, memory: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
     """Return a CPU copy of `current` with the blocks that changed.
 
     Raises:
@@ -179,7 +224,7 @@ def apply_patches(entry: TensorEntry, mapped: mmap.mmap, current: torch.Tensor) 
     patches = entry.patches or ()
     masks = [patch.mask() for patch in patches]
     counts = [int(mask.sum()) * patch.length for mask, patch in zip(masks, patches, strict=True)]
-    sent = read_entry(entry, mapped, sum(counts), (sum(counts),))
+    sent = read_entry(entry, memory, sum(counts), (sum(counts),))
     for patch, mask, blocks in zip(patches, masks, sent.split(counts), strict=True):
         end = patch.start + (patch.rows - 1) * patch.stride + patch.blocks * patch.length
         if patch.start < 0 or end > tensor.numel():
@@ -189,17 +234,20 @@ def apply_patches(entry: TensorEntry, mapped: mmap.mmap, current: torch.Tensor) 
     return tensor
 
 
-def read_entry(entry: TensorEntry, mapped: mmap.mmap, count: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return `count` elements of a mapped bucket as a view of a shape, checked."""
+def read_entry(entry: TensorEntry, memory: torch.Tensor, count: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return `count` elements of a bucket's memory (bytes) as a view of a shape, checked."""
     size = entry.torch_dtype.itemsize
-    if count * size != entry.nbytes or not 0 <= entry.offset <= len(mapped) - entry.nbytes:
+    if count * size != entry.nbytes or not 0 <= entry.offset <= len(memory) - entry.nbytes:
         raise ManifestError(
             f"weight {entry.name!r}: {list(shape)} {entry.dtype} is {count * size} bytes, "
-            f"the manifest says {entry.nbytes} at {entry.offset} of a bucket of {len(mapped)}"
+            f"the manifest says {entry.nbytes} at {entry.offset} of a bucket of {len(memory)}"
         )
     if not count:
         return torch.empty(shape, dtype=entry.torch_dtype)
-    tensor = torch.frombuffer(mapped, dtype=entry.torch_dtype, count=count, offset=entry.offset).reshape(shape)
+    part = memory[entry.offset : entry.offset + entry.nbytes]
+    if entry.offset % size:  # files of mixed dtypes have no gaps
+        part = part.clone()
+    tensor = part.view(entry.torch_dtype).view(shape)
     check_tensor(entry, tensor, shape)
     return tensor
 

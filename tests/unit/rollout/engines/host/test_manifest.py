@@ -132,3 +132,42 @@ def test_an_engine_process_reads_buckets_without_importing_ours(bucket):
     folder = Path(manifest_module.__file__).parent
     run = subprocess.run([sys.executable, "-c", script, manifest.to_json()], cwd=folder, capture_output=True, text=True, timeout=120)
     assert run.stdout.strip() == "52", run.stderr
+
+
+def test_gpu_memory_is_opened_on_the_gpu_that_it_lies_on(bucket, monkeypatch):
+    """torch's own call is replaced, as there is no GPU: every field arrives under its name, on the GPU of the same UUID."""
+    import json
+    from types import SimpleNamespace
+
+    from megagrpo.weights.transports.ipc import describe_handle
+
+    manifest, tensors = bucket
+    memory = torch.frombuffer(bytearray(Path(manifest.location["path"]).read_bytes()), dtype=torch.uint8)
+    shared = (torch.Tensor, memory.shape, (1,), 0, torch.UntypedStorage, torch.uint8, 0, b"h\0\xff", 512, 64, False, b"r", 3, b"e", True)
+    opened = []
+    monkeypatch.setattr(manifest_module, "rebuild_cuda_tensor", lambda **fields: (opened.append(fields), memory)[1])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"gpu-{number}"))
+    by_handle = replace(manifest, transport="ipc", location=json.loads(json.dumps(describe_handle(shared, "gpu-1"))))
+    read = dict(open_tensors(by_handle))
+    assert all(torch.equal(read[name], tensors[name]) for name in ("a.weight", "b.weight"))
+    (fields,) = opened
+    assert fields["storage_device"] == 1 and fields["tensor_size"] == (68,) and fields["storage_handle"] == b"h\0\xff"
+    names = (
+        "storage_size_bytes",
+        "storage_offset_bytes",
+        "ref_counter_handle",
+        "ref_counter_offset",
+        "event_handle",
+        "event_sync_required",
+    )
+    assert [fields[name] for name in names] == [512, 64, b"r", 3, b"e", True]
+    with pytest.raises(ManifestError, match="gpu-7"):
+        list(open_tensors(replace(by_handle, location={**by_handle.location, "device": "gpu-7"})))
+
+
+def test_a_handle_that_opens_nothing_is_refused(bucket):
+    manifest, _ = bucket
+    for transport, location in (("ipc", {"device": "gpu-0"}), ("ipc", {}), ("pigeon", {})):
+        with pytest.raises(ManifestError, match=r"version 3|pigeon"):
+            list(open_tensors(replace(manifest, transport=transport, location=location)))
