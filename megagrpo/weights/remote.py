@@ -76,7 +76,8 @@ class RemotePublisher(Publisher):
 
     def publish(self, version: int, replicas: Collection[int] | None = None) -> PublishStats:
         """Bring the engines to `version`; see Publisher.publish."""
-        chosen = sorted(range(self.transport.plan.grid.replicas) if replicas is None else replicas)
+        transport = self.transport  # another one may take its place below
+        chosen = sorted(range(transport.plan.grid.replicas) if replicas is None else replicas)
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="publish") as hand_over:
                 stats = self._transfer(version, chosen, hand_over)
@@ -88,7 +89,7 @@ class RemotePublisher(Publisher):
                     self.engine.abort_update()
             raise
         finally:
-            self.transport.close()
+            transport.close()
         metrics |= {"publish/full_fallbacks": self._fallbacks}
         return replace(stats, metrics=stats.metrics | metrics, notes=tuple(notes))
 
