@@ -8,9 +8,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
-QUICKSTART = "examples/quickstart/quickstart.yaml"
-SMALL = ["rollout.prompts_per_step=8", "rollout.completions_per_prompt=4", "evaluation.sets.0.limit=32", "evaluation.sets.1.limit=32"]
-
 
 @pytest.fixture(scope="session")
 def rows_of():
@@ -26,6 +23,7 @@ def rows_of():
 @pytest.fixture(scope="session")
 def run_all(tmp_path_factory):
     """A function: (ranks, {name: overrides}) -> {name: run folder}; all runs in one launch."""
+    from small_runs import QUICKSTART, SMALL
     from torchrun_launch import run_torchrun
 
     def launch(ranks: int, runs: dict[str, list[str]], root: Path | None = None) -> dict[str, Path]:

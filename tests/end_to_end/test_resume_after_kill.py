@@ -49,7 +49,7 @@ def whole(run_all):
 @pytest.fixture(scope="module")
 def killed(whole, run_all, tmp_path_factory):
     """Folders of runs that were killed at each point and then went on, with what was left in between."""
-    from conftest import QUICKSTART, SMALL
+    from small_runs import QUICKSTART, SMALL
     from torchrun_launch import run_torchrun
 
     root = tmp_path_factory.mktemp("killed")

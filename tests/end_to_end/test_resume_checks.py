@@ -83,7 +83,7 @@ DAMAGES = {  # name -> what is done to the newest checkpoint, and what is told
 @pytest.fixture(scope="module")
 def outcomes(whole, model, tmp_path_factory):
     """All cases in one launch: the folder of their runs, and the message of each that was refused."""
-    from conftest import QUICKSTART, SMALL
+    from small_runs import QUICKSTART, SMALL
     from torchrun_launch import run_torchrun
 
     root = tmp_path_factory.mktemp("resumed")
