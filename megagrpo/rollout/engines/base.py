@@ -107,6 +107,12 @@ class Engine(ABC):
     def close(self) -> None:
         """Release everything; further calls but `health` and `close` are errors."""
 
+    def _require(self, *states: str) -> None:
+        """Raise EngineError, with why, unless the engine is in one of `states`."""
+        health = self.health()
+        if health.state not in states:
+            raise EngineError(f"the rollout engine is {health.state}" + (f": {health.detail}" if health.detail else ""))
+
 
 @contextmanager
 def asleep(engine: Engine, wanted: bool) -> Iterator[None]:

@@ -260,11 +260,6 @@ class RemoteEngine(ServerProtocol, Engine):
             return "stale"
         return "empty" if self._weights.version is None else "serving"
 
-    def _require(self, *states: str) -> None:
-        if (state := self._state()) not in states:
-            detail = self.health().detail
-            raise EngineError(f"the rollout engine is {state}" + (f": {detail}" if detail else ""))
-
 
 def _only(addresses: Sequence[str]) -> str | None:
     if len(addresses) > 1:

@@ -156,11 +156,6 @@ class TransformersEngine(Engine):
             return "stale"
         return "empty" if self._weights.version is None else "serving"
 
-    def _require(self, *states: str) -> None:
-        if (state := self._state()) not in states:
-            detail = self.health().detail
-            raise EngineError(f"the rollout engine is {state}" + (f": {detail}" if detail else ""))
-
     def _move(self, device: torch.device | str) -> None:
         self._model.to(device)
         self._weights.bind(self._model)
