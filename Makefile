@@ -2,10 +2,11 @@
 #   make quickstart   install, run GRPO on a tiny model (TP2, then PP2), say where the results are
 #   make test         install what the tests need, run them all but those of engine servers
 #   make engines      install the rollout engines that are servers, each into an environment of its own under .engines
-#   make test-engines run the tests that start such servers
+#   make test-engines run the tests that start such servers, one with SmolLM2-135M (98 MB to download)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SMOLLM2 := models/smollm2-135m/model.safetensors
 # The versions that were tested together, torch as a CPU build. On GPUs: make ... CONSTRAINTS=
 CONSTRAINTS ?= docker/constraints-cpu.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
@@ -35,13 +36,14 @@ quickstart: $(VENV)/.installed
 	$(BIN)/megagrpo run examples/quickstart/quickstart_pp2.yaml --nproc 2
 	@echo "TP2: runs/quickstart   PP2: runs/quickstart_pp2   (summary.json, metrics.jsonl, completions/, tensorboard/, hf/)"
 
-smollm2: $(VENV)/.installed
-	$(BIN)/python examples/smollm2_arithmetic/prepare.py models/smollm2-135m
+$(SMOLLM2): | $(VENV)/.installed
+	$(BIN)/python examples/smollm2_arithmetic/prepare.py $(@D)
+
+smollm2: $(VENV)/.installed $(SMOLLM2)
 	$(BIN)/megagrpo run examples/smollm2_arithmetic/smollm2_arithmetic.yaml --nproc 2
 	@echo "results: runs/smollm2_arithmetic   (summary.json, metrics.jsonl, completions/, tensorboard/, hf/)"
 
-gsm8k: $(VENV)/.installed-rewards
-	$(BIN)/python examples/smollm2_arithmetic/prepare.py models/smollm2-135m
+gsm8k: $(VENV)/.installed-rewards $(SMOLLM2)
 	$(BIN)/megagrpo run examples/gsm8k/gsm8k.yaml --nproc 2
 
 # Each rollout engine that is a server has a Python environment of its own, which engine.python finds under .engines.
@@ -65,7 +67,7 @@ engines-sglang: .engines/sglang/.installed
 	@.engines/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
 	@touch $@
 
-test-engines: $(VENV)/.installed-test
+test-engines: $(VENV)/.installed-test $(SMOLLM2)
 	$(BIN)/python -m pytest -m engines
 
 test: $(VENV)/.installed-test
