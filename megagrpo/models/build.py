@@ -19,7 +19,7 @@ from megagrpo.models.hf_files import load_hf_weights
 from megagrpo.models.megatron_files import load_megatron_model
 from megagrpo.models.precision import Precision
 from megagrpo.models.rope import PositionedRotaryEmbedding
-from megagrpo.models.rules import Dimensions, ParameterRule, RuleTable, split
+from megagrpo.models.rules import Dimensions, ParameterRule, RuleTable
 from megagrpo.models.spec import build_block_spec, canonical_name
 from megagrpo.parallel.groups import ParallelGroups
 from megagrpo.parallel.layout import ParallelLayout
@@ -65,15 +65,6 @@ class StageModel:
                 canonical = canonical_name(name, first_layer, first_expert)
                 rows.append((canonical, *self.rules.find(canonical), parameter))
         return rows
-
-    def hf_slices(self) -> dict[str, torch.Tensor]:
-        """Return this rank's slices of the HF tensors, by HF name (padded vocabulary rows included). Tied copies appear once."""
-        slices: dict[str, torch.Tensor] = {}
-        for name, rule, layer, parameter in self.named_rules():
-            if name == "output_layer.weight" and self.hf.tie_word_embeddings:
-                continue
-            slices.update(zip(rule.hf_names(layer), split(rule, parameter.detach(), self.dims, self.shard(rule)[0]), strict=True))
-        return slices
 
     @property
     def output_weight(self) -> torch.Tensor:

@@ -5,7 +5,8 @@ gather          the owner's tensor parallel ranks all-gather their slices of one
                 expert parallel ranks in the same way, the k-th expert of each rank together
 broadcast       the full bucket goes down the pipeline group in one collective
 
-Each data parallel replica does this for itself, so no bytes cross replicas. Two buckets at most are alive on a rank.
+A rank that holds all of a tensor that no other stage needs hands out its own weights: no bucket is made. Each data parallel replica does
+this for itself, so no bytes cross replicas. Two buckets at most are alive on a rank.
 """
 
 import re
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.models.build import StageModel
+from megagrpo.models.slices import HFSlices
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -76,7 +78,7 @@ class WeightExporter:
     def _plan(self, bucket_bytes: int) -> list[ExportBucket]:
         """Collective over the pipeline group."""
         local: dict[bool, list[tuple[ExportEntry, int]]] = {False: [], True: []}
-        slices = self.model.hf_slices()
+        slices = HFSlices(self.model)
         for name, rule, layer, parameter in self.model.named_rules():
             if name == "output_layer.weight" and self.model.hf.tie_word_embeddings:
                 continue  # the first stage's embedding is the same tensor
@@ -84,6 +86,7 @@ class WeightExporter:
             for names, own in zip(self._names_of_all_owners(name), rule.hf_names(layer), strict=True):
                 entry = ExportEntry(names, tuple(slices[own].shape), rule.split_dimension, rows)
                 local[rule.is_expert].append((entry, entry.numel * parameter.element_size() * self._gather_size(rule.is_expert)))
+            slices.forget()
         stages: list = [None] * self.model.groups.pp.size()
         dist.all_gather_object(stages, local, group=self.model.groups.pp)
         buckets = []
@@ -125,28 +128,38 @@ class WeightExporter:
         A yielded tensor is valid until the next one is taken: copy what must last.
         """
         self.stats = ExportStats()
-        slices = self.model.hf_slices()
-        parameter = next(self.model.chunks[0].parameters())
-        groups = self.model.groups
+        slices = HFSlices(self.model)
         for bucket in self.buckets:
-            group = groups.experts if bucket.is_expert else groups.tp
-            owner = groups.ep_rank if bucket.is_expert else 0
-            flat = torch.empty(group.size(), bucket.numel, dtype=parameter.dtype, device=parameter.device)
-            if groups.pp_rank == bucket.stage:
-                torch.cat([slices[entry.names[owner]].reshape(-1) for entry in bucket.entries], out=flat[group.rank()])
-                if group.size() > 1:
-                    dist.all_gather_into_tensor(flat.view(-1), flat[group.rank()].clone(), group=group)
-                    self.stats.gathered_bytes += (group.size() - 1) * bucket.numel * flat.element_size()
-            if groups.pp.size() > 1:
-                dist.broadcast(flat, dist.get_global_rank(groups.pp, bucket.stage), group=groups.pp)
-                if groups.pp_rank != bucket.stage:
-                    self.stats.broadcast_bytes += flat.numel() * flat.element_size()
-            offset = 0
+            for name, full in self._tensors_of(bucket, slices):
+                self.stats.exported_bytes += full.numel() * full.element_size()
+                yield name, full
+            slices.forget()
+
+    def _tensors_of(self, bucket: ExportBucket, slices: HFSlices) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of one bucket: this rank's own weights where it holds them whole, else parts of the gathered bucket."""
+        groups = self.model.groups
+        group = groups.experts if bucket.is_expert else groups.tp
+        if group.size() == groups.pp.size() == 1:
             for entry in bucket.entries:
-                parts = [row[offset : offset + entry.numel].view(entry.shape) for row in flat]
-                shards = len(parts) // len(entry.names)
-                for number, name in enumerate(entry.names):
-                    full = entry.assemble(parts[number * shards : (number + 1) * shards])
-                    self.stats.exported_bytes += full.numel() * full.element_size()
-                    yield name, full
-                offset += entry.numel
+                (name,) = entry.names
+                yield name, entry.assemble([slices[name]])
+            return
+        owner = groups.ep_rank if bucket.is_expert else 0
+        parameter = next(self.model.chunks[0].parameters())
+        flat = torch.empty(group.size(), bucket.numel, dtype=parameter.dtype, device=parameter.device)
+        if groups.pp_rank == bucket.stage:
+            torch.cat([slices[entry.names[owner]].reshape(-1) for entry in bucket.entries], out=flat[group.rank()])
+            if group.size() > 1:
+                dist.all_gather_into_tensor(flat.view(-1), flat[group.rank()].clone(), group=group)
+                self.stats.gathered_bytes += (group.size() - 1) * bucket.numel * flat.element_size()
+        if groups.pp.size() > 1:
+            dist.broadcast(flat, dist.get_global_rank(groups.pp, bucket.stage), group=groups.pp)
+            if groups.pp_rank != bucket.stage:
+                self.stats.broadcast_bytes += flat.numel() * flat.element_size()
+        offset = 0
+        for entry in bucket.entries:
+            parts = [row[offset : offset + entry.numel].view(entry.shape) for row in flat]
+            shards = len(parts) // len(entry.names)
+            for number, name in enumerate(entry.names):
+                yield name, entry.assemble(parts[number * shards : (number + 1) * shards])
+            offset += entry.numel

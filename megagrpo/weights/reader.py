@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from megagrpo.models.build import StageModel
-from megagrpo.models.rules import ParameterRule, split
+from megagrpo.models.slices import HFSlices
 from megagrpo.weights.boxes import Box, box_after, shift, slices
 from megagrpo.weights.plan import PublishPlan, Transfer
 from megagrpo.weights.sources import box_held, holders_with
@@ -16,34 +16,22 @@ class SliceReader:
 
     def __init__(self, model: StageModel, plan: PublishPlan, rank: int):
         self.model, self.plan = model, plan
-        self._where: dict[str, tuple[str, ParameterRule, torch.nn.Parameter, int]] = {}
-        for name, rule, layer, parameter in model.named_rules():
-            if name == "output_layer.weight" and model.hf.tie_word_embeddings:
-                continue
-            for number, hf_name in enumerate(rule.hf_names(layer)):
-                self._where[hf_name] = (name, rule, parameter, number)
+        self._slices = HFSlices(model)
         self._origins: dict[str, tuple[int, ...]] = {}
         for source in plan.sources.values():
             if (found := holders_with(source, rank, plan.trainer)) and (box := box_held(source, found[0], plan.trainer)):
                 self._origins[source.name] = tuple(start for start, _ in box)
-        self._parts: dict[str, list[torch.Tensor]] = {}
 
     def read(self, transfer: Transfer) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield (place in the target's grid, tensor of that shape) of a transfer; of stacked experts one by one."""
         source, local = self.plan.sources[transfer.source], shift(transfer.box, self._origins[transfer.source], -1)
         if not source.is_expert:
-            yield transfer.place, self._slice(source.name)[slices(local)]
+            yield transfer.place, self._slices[source.name][slices(local)]
             return
         for number, expert in enumerate(range(*transfer.box[0])):
-            tensor = self._slice(source.hf_name(expert))[slices(local[1:])]
+            tensor = self._slices[source.hf_name(expert)][slices(local[1:])]
             yield box_after(transfer.place, number), tensor.unsqueeze(0)
-
-    def _slice(self, hf_name: str) -> torch.Tensor:
-        name, rule, parameter, number = self._where[hf_name]
-        if name not in self._parts:
-            self._parts[name] = split(rule, parameter.detach(), self.model.dims, self.model.shard(rule)[0])
-        return self._parts[name][number]
 
     def forget(self) -> None:
         """Drop what was copied for the bucket that is done: slices of query, key and value are copies."""
-        self._parts.clear()
+        self._slices.forget()
