@@ -145,7 +145,9 @@ def _watch_replicas(publisher: Publisher, config: Config, engine: Engine, genera
         return publisher
     groups, num_replicas = generator.groups, config.engine.num_replicas
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
-    return RecoveringPublisher(publisher, ReplicaRecovery(engine, generator.replicas, owners, groups.rank))
+    recovering = RecoveringPublisher(publisher, ReplicaRecovery(engine, generator.replicas, owners, groups.rank))
+    generator.revive = recovering.revive
+    return recovering
 
 
 def load_tokenizer(config: Config) -> Any:

@@ -4,7 +4,7 @@ prompts -> rollout -> rewards -> advantages -> update -> publish -> evaluate -> 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from megagrpo.telemetry import names
 from megagrpo.telemetry.recorder import Recorder
 from megagrpo.telemetry.timers import PhaseTimers
 from megagrpo.types import Prompt
+from megagrpo.weights.publisher import PublishError
 
 
 def run_training(config: Config, device: torch.device, supervisor: Supervisor | None = None) -> None:
@@ -86,7 +87,7 @@ class Trainer:
                 self._finish()
         except StopRequested:
             self._save_and_stop()
-        except RolloutFailedError:  # on all ranks alike, before any update of its step: what is trained need not be lost
+        except (RolloutFailedError, PublishError):  # on all ranks alike, between two updates: what is trained need not be lost
             if self.config.checkpoint.every and self.state.step:
                 self.checkpoints.save_now(self.state)
             raise
@@ -130,7 +131,7 @@ class Trainer:
             self.session.pipeline.wait()  # the engine's weights are overwritten next
         with self.timers.phase("publish"):
             self.state.weight_version += 1
-            published = self._publish()
+            published, failure = self._attempt(self._publish)
         self.state.step = step
         self.state.wall_seconds = self._wall_seconds()
         self.state.spikes = self.gate.spikes.state()
@@ -139,11 +140,21 @@ class Trainer:
         metrics[names.STEP_SECONDS] = time.perf_counter() - step_started
         metrics[names.STEP_CPU_SECONDS] = sum(all_gather_metadata(time.process_time() - cpu_started))
         metrics |= self.timers.take() | published
-        if self._is_due(self.config.evaluation.every, step):
-            metrics |= self._evaluate()
+        if failure is None and self._is_due(self.config.evaluation.every, step):
+            evaluated, failure = self._attempt(self._evaluate)
+            metrics |= evaluated
         self._record(step, metrics, rollouts)
         with self.timers.phase("checkpoint"):  # training stands still here: its seconds are in the next step's row
             self.checkpoints.after_step(self.state, metrics)
+        if failure is not None:
+            raise failure
+
+    def _attempt(self, verb: Callable[[], dict[str, float]]) -> tuple[dict[str, float], Exception | None]:
+        """Return a verb's metrics, or what it failed with on all ranks alike: the step before it is trained, and kept first."""
+        try:
+            return verb(), None
+        except (PublishError, RolloutFailedError) as error:
+            return {}, error
 
     # ---- the verbs
 

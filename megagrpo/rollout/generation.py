@@ -6,7 +6,7 @@ to the others.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -75,6 +75,7 @@ class RolloutGenerator:
         """
         self.engine, self.rewards, self.groups, self.is_embedded = engine, rewards, groups, is_embedded
         self.replicas = ReplicaStates(replica_of_rank)
+        self.revive: Callable[[], bool] = lambda: False  # starts lost replicas anew when none is left, says if any is. Collective
         self._stopping = False
 
     def generate(self, request: RolloutRequest) -> StepRollouts:
@@ -104,17 +105,17 @@ class RolloutGenerator:
 
     # ---- this rank's share
 
-    def _attempt(self, request: RolloutRequest, groups: Sequence[int]) -> ScoredCompletions | BaseException:
+    def _attempt(self, request: RolloutRequest, groups: Sequence[int], is_retry: bool = False) -> ScoredCompletions | BaseException:
         """Return this rank's share of `groups`, or what it failed with, which the others are to be told."""
         try:
-            return self._sample_and_score(request, self._deal(request, groups))
+            return self._sample_and_score(request, self._deal(request, groups, is_retry))
         except Exception as error:
             return error
 
-    def _deal(self, request: RolloutRequest, groups: Sequence[int]) -> list[int]:
+    def _deal(self, request: RolloutRequest, groups: Sequence[int], is_retry: bool = False) -> list[int]:
         prompts = [request.prompts[group] for group in groups]
         costs = [len(prompt.token_ids) + request.completions_per_prompt * request.lengths.expected_tokens(prompt) for prompt in prompts]
-        return [groups[number] for number in self.replicas.deal(costs)[self.groups.rank]]
+        return [groups[number] for number in self.replicas.deal(costs, is_retry)[self.groups.rank]]
 
     def _sample_and_score(self, request: RolloutRequest, mine: Sequence[int]) -> ScoredCompletions:
         """Sample the groups `mine`, and score each as soon as it is there. No collective. An engine that fails ends the share early.
@@ -124,7 +125,7 @@ class RolloutGenerator:
         started = time.perf_counter()
         scores: dict[int, Future[list[Reward]]] = {}
         completions: dict[SampleKey, Completion] = {}
-        count, failure = request.completions_per_prompt, None
+        count, failure, life = request.completions_per_prompt, None, self.replicas.life(self.groups.rank)
         for occurrence, groups in self._by_occurrence(request.prompts, mine).items():
             if self._stopping:
                 break
@@ -140,7 +141,7 @@ class RolloutGenerator:
             except EngineError as error:
                 if self.is_embedded:
                     raise
-                failure = EngineFailure(str(error), self.engine.health().ready)
+                failure = EngineFailure(str(error), self.engine.health().ready, life)
                 break
         generated = time.perf_counter()
         rewards = {(group, place): reward for group, future in scores.items() for place, reward in enumerate(future.result())}
@@ -171,14 +172,14 @@ class RolloutGenerator:
             local |= outcome.completions
             seconds += max(told.generation_seconds for told in everyone)
             waited += max(told.scoring_wait_seconds for told in everyone)
-            pause = self.replicas.take([told.failure for told in everyone])
+            pause = self.replicas.take([told.failure for told in everyone], [rank for rank, told in enumerate(everyone) if told.records])
             missing = sorted(set(range(len(request.prompts))) - {group for group, _ in records})
             if not missing:
                 break
-            if not self.replicas.is_any_left:
+            if not self.replicas.is_any_left and not self.revive():
                 raise RolloutFailedError(f"no rollout engine is left: {self.replicas.describe_lost()}")
             time.sleep(pause)
-            outcome = self._attempt(request, missing)
+            outcome = self._attempt(request, missing, is_retry=True)
         rollouts = StepRollouts(
             list(request.prompts), dict(sorted(records.items())), local, request.completions_per_prompt, seconds, waited
         )

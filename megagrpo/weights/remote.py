@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.host.manifest import BucketManifest
+from megagrpo.rollout.engines.http_client import EngineUnreachable
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.publisher import Publisher, PublishError, PublishStats, Stages, agree
 from megagrpo.weights.transports.base import SLOTS, Transport
@@ -96,7 +97,7 @@ class RemotePublisher(Publisher):
     def _try_sharded(self, version: int, chosen: list[int]) -> list[str]:
         """Compare the slices that layout `sharded` would send with what the engines' loaders made of the full tensors; take it if equal."""
         assert self._sharded is not None
-        candidate, self._sharded = self._sharded, None
+        candidate = self._sharded
         what = f"weight version {version}: layout sharded"
         problems = []
         try:
@@ -115,6 +116,7 @@ class RemotePublisher(Publisher):
             problems = [problem for problem in agree(lambda: mine, what) if problem]
         finally:
             candidate.close()
+        self._sharded = None
         if not problems:
             self.transport = candidate
             return [f"{what}: equal to what the engine's loader made, bit for bit; used from now on"]
@@ -158,6 +160,8 @@ class RemotePublisher(Publisher):
         """Return what the engine says of its parameters, or why it says nothing."""
         try:
             return self.engine.parameter_checksums()
+        except EngineUnreachable:
+            raise  # it is dead, which says nothing of the layouts
         except EngineError as error:
             return str(error)
 

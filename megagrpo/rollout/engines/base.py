@@ -116,14 +116,25 @@ class Engine(ABC):
 
 @contextmanager
 def asleep(engine: Engine, wanted: bool) -> Iterator[None]:
-    """Let `engine` sleep while the context lasts, if `wanted`. All ranks that share its server must have ended their rollouts."""
+    """Let `engine` sleep while the context lasts, if `wanted`. All ranks that share its server must have ended their rollouts.
+
+    One that is dead, or dies meanwhile, is left to those who start it anew.
+    """
     if wanted:
-        engine.sleep()
+        _unless_dead(engine, engine.sleep)
     try:
         yield
     finally:
-        if wanted:
-            engine.wake()
+        if wanted and engine.health().state == "asleep":
+            _unless_dead(engine, engine.wake)
+
+
+def _unless_dead(engine: Engine, call: Callable[[], None]) -> None:
+    try:
+        call()
+    except EngineError:
+        if engine.health().state != "dead":
+            raise
 
 
 ENGINES: Registry[Callable[..., Engine]] = Registry("engine")

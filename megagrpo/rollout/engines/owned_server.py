@@ -42,7 +42,7 @@ class OwnedServer:
 
     @property
     def address(self) -> str:
-        """Its HTTP address, which restarts keep."""
+        """Its HTTP address, which restarts keep unless another process has taken the port."""
         return self._process.address
 
     @property
@@ -59,7 +59,7 @@ class OwnedServer:
         self._process.stop()
 
     def restart(self) -> None:
-        """Start it anew at its old address. Raises EngineError once `engine.max_restarts` are used up, UserError if it does not start."""
+        """Start it anew. Raises EngineError once `engine.max_restarts` are used up, UserError if it does not start."""
         self._process.stop()
         if not self._restarts_left:
             raise EngineError(f"{self._process.describe_end()}; engine.max_restarts = {self._kind.config.max_restarts} are used up")
@@ -76,8 +76,9 @@ class OwnedServer:
                 process.wait_ready(lambda probe=probe: probe.is_answering(self._kind.health_path), config.start_timeout_seconds)
                 return process
             except UserError as error:
-                if port is not None or not tries_left or not process.port_was_taken():
+                if not tries_left or not process.port_was_taken():
                     raise UserError(f"engine.name: {config.name}: {error}") from None
+                port = None  # another one
             except BaseException:
                 process.stop(0)
                 raise

@@ -215,10 +215,13 @@ class RemoteEngine(ServerProtocol, Engine):
         if self._server is not None:
             self._server.stop()
 
-    def restart(self) -> None:
-        """Start a dead server anew, at its old address; it is empty then, and serves nothing until a whole update is committed.
+    def restart(self, address: str | None = None) -> None:
+        """Start a dead server anew; it is empty then, and serves nothing until a whole update is committed.
 
         A follower only takes note of it.
+
+        Args:
+            address: where the server is now; a follower's to be told.
 
         Raises:
             EngineError: the engine is closed, its server was not started here, or it died more than `engine.max_restarts` times.
@@ -229,9 +232,18 @@ class RemoteEngine(ServerProtocol, Engine):
         if self.is_owner:
             if self._server is None:
                 raise EngineError(f"{self.address} was not started here, so it can't be started anew")
+            self._lost = self._lost or self._describe_end() or "it is started anew"  # until that is done
             self._server.restart()
-        self._weights = ServerWeights(self._tensor_shapes, self, self.is_owner)
+            address = self._server.address
+        if address not in (None, self.address):
+            self.client.close()
+            self.client = EngineClient(address, self.config.request_timeout_seconds, self._describe_end)
+        self.forget_weights()
         self._asleep, self._lost = False, None
+
+    def forget_weights(self) -> None:
+        """Take the server for empty, whatever it holds: it generates after the next whole update, which may be to any version."""
+        self._weights = ServerWeights(self._tensor_shapes, self, self.is_owner)
 
     # ---- details
 

@@ -140,7 +140,8 @@ class SglangEngine(RemoteEngine):
         return [{name: torch.Size(shape) for name, shape in parameters.items()} for parameters in shapes]
 
     def parameter_checksums(self) -> list[dict[str, str]]:
-        return self._instruct(checksums_body())
+        with self._noting_loss():
+            return self._instruct(checksums_body())
 
     def set_asleep(self, asleep: bool) -> None:
         if self.device.type != "cpu":  # on a CPU there is nothing to give back

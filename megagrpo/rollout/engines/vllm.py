@@ -150,7 +150,8 @@ class VllmEngine(RemoteEngine):
         ]
 
     def parameter_checksums(self) -> list[dict[str, str]]:
-        return [answer["checksums"] for answer in self._call_workers("checksum_parameters")]
+        with self._noting_loss():
+            return [answer["checksums"] for answer in self._call_workers("checksum_parameters")]
 
     def set_asleep(self, asleep: bool) -> None:
         if self.device.type != "cpu":  # on a CPU there is nothing to give back

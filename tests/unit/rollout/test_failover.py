@@ -11,7 +11,7 @@ from megagrpo.rollout.generation import RolloutFailedError, RolloutGenerator, Ro
 from megagrpo.rollout.recovery import RecoveringPublisher, ReplicaRecovery
 from megagrpo.rollout.replica_states import EngineFailure, ReplicaStates
 from megagrpo.types import Prompt, SamplingParams
-from megagrpo.weights.publisher import PublishStats
+from megagrpo.weights.publisher import PublishError, PublishStats
 
 RANKS = 2
 
@@ -159,37 +159,84 @@ def test_a_users_mistake_is_told_as_one_by_every_rank(ranks, build):
 
 def test_a_replica_that_fails_three_times_in_a_row_is_lost():
     states, failure = ReplicaStates([0, 0, 1]), EngineFailure("timed out", is_ready=True)
-    assert states.take([failure, None, None]) == 0.5
-    assert states.take([failure, failure, None]) == 1.0 and states.lost == {}
-    states.take([None, None, None])  # a good round in between
-    assert states.take([None, failure, None]) == 0.5
-    states.take([None, failure, None])
-    states.take([None, failure, None])
+    assert states.take([failure, None, None], served=[1, 2]) == 0.5
+    assert states.take([failure, failure, None], served=[2]) == 1.0 and states.lost == {}
+    states.take([None, None, None], served=[2])  # it was not asked, so it has not served
+    states.take([None, None, None], served=[1, 2])  # a good round in between
+    assert states.take([None, failure, None], served=[0]) == 0.5
+    states.take([None, failure, None], served=[])
+    states.take([None, failure, None], served=[])
     assert states.lost == {0: "timed out"} and states.is_any_left
     assert [len(groups) for groups in states.deal([1.0] * 4)] == [0, 0, 4]
     states.find(0)
     assert [len(groups) for groups in states.deal([1.0] * 4)] == [1, 1, 2]
 
 
+def test_what_a_replica_failed_on_goes_to_others_and_back_to_it_only_where_there_are_none():
+    states, failure = ReplicaStates([0, 1]), EngineFailure("timed out", is_ready=True)
+    states.take([failure, None], served=[1])
+    assert states.deal([1.0] * 4, is_retry=True) == [[], [0, 1, 2, 3]]
+    assert [len(groups) for groups in states.deal([1.0] * 4)] == [2, 2]  # the next request is nobody's retry
+    states.take([None, failure], served=[0])  # the first one has done well
+    assert states.deal([1.0] * 4, is_retry=True) == [[0, 1, 2, 3], []]
+    states.take([failure, failure], served=[])
+    assert [len(groups) for groups in states.deal([1.0] * 4, is_retry=True)] == [2, 2]
+
+
+def test_a_failure_from_before_a_replica_was_found_again_is_no_news():
+    """A step ahead is generated before a publish that brings a lost replica back, and is gathered after it."""
+    states = ReplicaStates([0])
+    old = EngineFailure("killed by SIGKILL", is_ready=False, life=states.life(0))
+    states.lost[0] = "killed by SIGKILL"
+    states.find(0)
+    assert states.take([old], served=[]) == 0.0 and states.lost == {}
+    states.take([EngineFailure("killed again", is_ready=False, life=states.life(0))], served=[])
+    assert states.lost == {0: "killed again"}
+
+
+def test_groups_are_generated_again_once_a_lost_engine_is_back(ranks, build):
+    """No replica is left, so the ranks have one brought back before they ask again; the completions are the same."""
+    generators, revived = build(), []
+    whole = tokens(ranks.run(lambda rank: generators[rank].generate(request())))
+    for rank, generator in enumerate(generators):
+        dies_at(generator.engine, prompt_id=2 + rank, ready=False)
+
+        def revive(rank=rank, generator=generator):
+            revived.append(rank)
+            generator.engine.before, generator.engine.ready = lambda prompt: None, True
+            generator.replicas.find(0)
+            return True
+
+        generator.revive = revive
+    results = ranks.run(lambda rank: generators[rank].generate(request()))
+    assert tokens(results) == whole and sorted(revived) == [0, 1]
+    assert [generator.replicas.lost for generator in generators] == [{1: "the server is gone"}] * RANKS
+
+
 # ---- recovery
 
 
 class Restartable:
-    """What recovery needs of an engine: it is dead until it is restarted."""
+    """What recovery needs of an engine: it is dead until it is restarted, which fails with `errors` first."""
 
-    def __init__(self, state="serving", error=None):
-        self.state, self.error, self.restarts = state, error, 0
+    address = "http://127.0.0.1:1"
+
+    def __init__(self, state="serving", *errors):
+        self.state, self.errors, self.restarts, self.forgot = state, list(errors), 0, 0
         self.may_start = threading.Event()
 
     def health(self):
         return EngineHealth(self.state == "serving", self.state, None, "killed by SIGKILL" if self.state == "dead" else "")
 
-    def restart(self):
+    def restart(self, address=None):
         self.restarts += 1
         assert self.may_start.wait(60.0)
-        if self.error:
-            raise EngineError(self.error)
+        if self.errors:
+            raise self.errors.pop(0)
         self.state = "empty"
+
+    def forget_weights(self):
+        self.forgot += 1
 
 
 def recoveries(*engines):
@@ -211,7 +258,7 @@ def test_a_lost_replica_starts_while_the_others_go_on_and_comes_back_with_the_ne
 
 
 def test_where_nothing_is_left_a_publish_waits_for_a_start(ranks):
-    engines = [Restartable("dead"), Restartable("dead", error="it died more than engine.max_restarts = 0 times")]
+    engines = [Restartable("dead"), Restartable("dead", EngineError("engine.max_restarts = 0 are used up"))]
     for engine in engines:
         engine.may_start.set()
     parts = recoveries(*engines)
@@ -221,7 +268,7 @@ def test_where_nothing_is_left_a_publish_waits_for_a_start(ranks):
 
 
 def test_where_nothing_is_left_and_nothing_starts_nobody_takes_weights(ranks):
-    engines = [Restartable("dead", error="no more restarts"), Restartable("dead", error="no more restarts")]
+    engines = [Restartable("dead", EngineError("no more restarts")) for _ in range(RANKS)]
     for engine in engines:
         engine.may_start.set()
     parts = recoveries(*engines)
@@ -235,6 +282,102 @@ def test_the_rollout_after_it_ends_the_run_on_all_ranks(ranks, build):
         generator.replicas.lost.update({0: "killed by SIGKILL", 1: "no more restarts"})
     errors = ranks.run(lambda rank: generators[rank].generate(request()))
     assert {type(error) for error in errors} == {RolloutFailedError}
+
+
+def test_a_server_that_does_not_come_up_is_started_again_until_restarts_are_used_up(ranks):
+    unlucky = Restartable("dead", UserError("no port"), UserError("no memory"))
+    hopeless = Restartable("dead", UserError("no memory"), EngineError("restarts are used up"))
+    for engine in (unlucky, hopeless):
+        engine.may_start.set()
+    parts = recoveries(unlucky, hopeless)
+    assert ranks.run(lambda rank: parts[rank].prepare_publish()) == [[0], [0]]
+    assert unlucky.restarts == 3 and parts[0].states.lost[1] == "killed by SIGKILL; restarts are used up"
+
+
+class Publishes:
+    """A publisher that notes what it is asked for, and dies as a scripted engine does."""
+
+    exporter = None
+
+    def __init__(self, engines, ranks):
+        self.engines, self.ranks, self.asked, self.deaths = engines, ranks, [], {}
+
+    def publish(self, version, replicas):
+        self.asked.append((version, tuple(replicas)))
+        mine = self.deaths.pop((version, self.ranks.local.rank), None)
+        if mine:
+            self.engines[self.ranks.local.rank].state = mine
+        if any(told for told in self.ranks.all_gather(mine)):
+            raise PublishError(f"weight version {version}: bucket 3: the server is gone")
+        return PublishStats(version, 1, 2)
+
+
+@pytest.fixture
+def publishes(ranks):
+    """A function (engines) -> (their publishers by rank, what is below them)."""
+
+    def build(*engines):
+        below = Publishes(engines, ranks)
+        return [RecoveringPublisher(below, part) for part in recoveries(*engines)], below
+
+    return build
+
+
+def test_a_replica_that_dies_in_a_publish_is_left_out_and_the_others_are_given_everything_again(ranks, publishes):
+    engines = [Restartable(), Restartable()]
+    publishers, below = publishes(*engines)
+    below.deaths[4, 1] = "dead"
+    stats = ranks.run(lambda rank: publishers[rank].publish(4))
+    assert below.asked == [(4, (0, 1))] * RANKS + [(4, (0,))] * RANKS
+    assert [engine.forgot for engine in engines] == [1, 0]
+    assert stats[0].notes == ("warning: weight version 4: engine replica 1 is lost: killed by SIGKILL",)
+    engines[1].may_start.set()
+    publishers[1].recovery._start.wait()
+    below.deaths[5, 1] = "dead"  # once more, when it has just been started anew
+    stats = ranks.run(lambda rank: publishers[rank].publish(5))
+    assert below.asked[4:] == [(5, (0, 1))] * RANKS + [(5, (0,))] * RANKS
+    publishers[1].recovery._start.wait()
+    stats = ranks.run(lambda rank: publishers[rank].publish(6))
+    assert below.asked[-1] == (6, (0, 1)) and engines[1].restarts == 2
+    assert stats[1].metrics["rollout/lost_replicas"] == 0
+
+
+def test_the_only_replica_that_dies_in_a_publish_is_started_anew_and_given_it(ranks, publishes):
+    engines = [Restartable(), Restartable()]
+    for engine in engines:
+        engine.may_start.set()
+    publishers, below = publishes(*engines)
+    below.deaths = {(4, 0): "dead", (4, 1): "dead"}
+    stats = ranks.run(lambda rank: publishers[rank].publish(4))
+    assert below.asked[0] == (4, (0, 1)) and below.asked[-1][0] == 4
+    assert "weight version 4: engine replica" in stats[0].notes[-1] and "was started anew" in stats[0].notes[-1]
+
+
+def test_a_publish_that_fails_with_all_engines_alive_ends_the_run(ranks, publishes):
+    """Weights that an engine refuses, or computes something else with, are no matter of restarts."""
+    engines = [Restartable(), Restartable()]
+    publishers, below = publishes(*engines)
+    below.deaths[4, 1] = "serving"
+    errors = ranks.run(lambda rank: publishers[rank].publish(4))
+    assert [type(error) for error in errors] == [PublishError] * RANKS and [engine.forgot for engine in engines] == [0, 0]
+
+
+def test_a_revived_replica_gets_the_newest_version_and_the_log_says_so_with_the_next_publish(ranks, publishes):
+    engines = [Restartable("serving", EngineError("no more restarts")), Restartable()]
+    publishers, below = publishes(*engines)
+    ranks.run(lambda rank: publishers[rank].publish(7))
+    for publisher, engine in zip(publishers, engines, strict=True):
+        engine.state = "dead"
+        engine.may_start.set()
+        publisher.recovery.states.lost.update({0: "silent", 1: "silent"})
+    assert ranks.run(lambda rank: publishers[rank].revive()) == [True, True]
+    assert below.asked[-1] == (7, (1,))
+    notes = ranks.run(lambda rank: publishers[rank].publish(8))[0].notes
+    assert "warning: weight version 7: engine replica 1 is lost: silent" in notes
+    assert "weight version 7: engine replica 1 was started anew and generates again" in notes
+    engines[1].state = "dead"
+    engines[1].errors.append(EngineError("no more restarts"))
+    assert ranks.run(lambda rank: publishers[rank].revive()) == [False, False]
 
 
 def test_a_publish_goes_to_those_who_are_there_and_tells_who_is_not(ranks):
