@@ -73,7 +73,7 @@ class StubEngine:
             raise TimeoutError("the receiving process does not answer")
         return [self.connection.recv()]
 
-    commit_update = begin_update
+    complete_update = serve_update = commit_update = begin_update
 
     def abort_update(self) -> None:
         """Do nothing."""

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from megagrpo.config.schema import Config, EngineConfig, WeightsConfig
 
 EMBEDDED_ENGINES = ("transformers",)  # they live in the ranks
-PROBE_PROMPT_TOKENS = 8  # of the prompt on which engine and trainer are compared after each publish
+PROBE_PROMPT_TOKENS = 8  # of the prompt on which engine and trainer are compared before new weights serve
 _EVERY_ENGINE = ("name", "max_batch_completions", "max_prefill_tokens", "sleep_while_training")
 
 

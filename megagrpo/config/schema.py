@@ -129,7 +129,7 @@ class WeightsConfig(Section):
         False, description="send only blocks that changed since the engines' version, bitwise; layout sharded by shared_memory"
     )
     probe_tokens: NonNegativeInt = Field(
-        8, description="after each publish, log-probs of this many sampled tokens are compared with the trainer's; 0: they are not"
+        8, description="log-probs of this many sampled tokens are compared with the trainer's before published weights serve; 0: none are"
     )
     probe_max_gap: PositiveFloat | None = Field(
         None, description="largest |engine - trainer| log-prob of the probe; null: 0.001 with precision fp32, else 0.5"

@@ -1,10 +1,12 @@
-"""Compares engine and trainer on a fixed prompt after each publish: wrong weights that no checksum sees change log-probs.
+"""Compares engine and trainer on a fixed prompt before a published version serves: wrong weights that no checksum sees change log-probs.
 
 (An engine may compute with a packed or converted copy of what was acknowledged, and forget to make it anew.) Each replica samples a
-completion of the same prompt, the actor scores all of them teacher-forced, and the log-probs must agree.
+completion of the same prompt, the actor scores all of them teacher-forced, and the log-probs must agree. Until they do an engine answers
+nothing else.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -12,7 +14,6 @@ from megagrpo.config.engine_checks import PROBE_PROMPT_TOKENS
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder, TrainSample
 from megagrpo.policy.microbatches import SampleSize, plan_microbatches
-from megagrpo.rollout.engines.base import Engine
 from megagrpo.types import Completion, Prompt, SamplingParams
 from megagrpo.weights.publisher import PublishError, agree
 
@@ -22,6 +23,13 @@ _STRIDE = 7919  # a prime: the ids spread over the vocabulary, so that most rows
 def probe_prompt(vocab_size: int) -> Prompt:
     """Return a fixed prompt of token ids spread over the vocabulary."""
     return Prompt(id=0, text="", token_ids=tuple(_STRIDE * (i + 1) % vocab_size for i in range(PROBE_PROMPT_TOKENS)))
+
+
+class ProbedEngine(Protocol):
+    """What is needed of an engine."""
+
+    def sample_probe(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
+        """Sample a completion under the version that is complete and does not serve yet."""
 
 
 class LogprobProbe:
@@ -38,7 +46,7 @@ class LogprobProbe:
     """
 
     def __init__(
-        self, actor: Actor, builder: MicroBatchBuilder, engine: Engine, replica: int, is_owner: bool, num_tokens: int, max_gap: float
+        self, actor: Actor, builder: MicroBatchBuilder, engine: ProbedEngine, replica: int, is_owner: bool, num_tokens: int, max_gap: float
     ):
         self.actor, self.builder, self.engine, self.replica, self.is_owner = actor, builder, engine, replica, is_owner
         self.num_tokens, self.max_gap = num_tokens, max_gap
@@ -74,8 +82,7 @@ class LogprobProbe:
 
     def _sample(self, version: int) -> tuple[int, Completion]:
         sampling = SamplingParams(max_new_tokens=self.num_tokens, temperature=1.0, seed=0, step=version)
-        ((completion,),) = self.engine.generate([self.prompt], sampling, [0])
-        return self.replica, completion
+        return self.replica, self.engine.sample_probe(self.prompt, sampling)
 
     def _score(self, samples: Sequence[TrainSample]) -> list[tuple[float, int, int, int, float, float]]:
         """Return (gap, replica, position, token, engine's, actor's log-prob) of the tokens that this rank scores.

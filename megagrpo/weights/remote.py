@@ -1,6 +1,6 @@
 """Publishing to engines in processes of their own: buckets of slices, acknowledged one by one, as one transaction.
 
-    begin - for each bucket: write slices - checksums - hand over (while the next one is written) - acknowledged - commit - probe
+    begin - for each bucket: write slices - checksums - hand over (while the next one is written) - acknowledged - complete - probe - serve
 
 Before every next step all ranks know that the last one went well on all of them: a failure ends the publish on every rank alike.
 """
@@ -9,16 +9,15 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.host.manifest import BucketManifest
 from megagrpo.rollout.engines.http_client import EngineUnreachable
+from megagrpo.weights.acknowledgements import Ack, check_acks, describe_difference
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.publisher import Publisher, PublishError, PublishStats, Stages, agree
 from megagrpo.weights.transports.base import SLOTS, Transport
-
-Ack = dict[str, Any]
 
 
 class BucketEngine(Protocol):
@@ -37,11 +36,14 @@ class BucketEngine(Protocol):
     def receive(self, manifest: BucketManifest) -> list[Ack]:
         """Have the engine's ranks verify and load a bucket; return what each acknowledges."""
 
-    def commit_update(self, version: int) -> None:
-        """Close the transaction: drop caches, serve the version."""
+    def complete_update(self, version: int) -> None:
+        """Close the transaction: drop caches. The version does not serve yet; nothing but the probe is answered."""
+
+    def serve_update(self, version: int) -> None:
+        """Serve the version that is complete."""
 
     def abort_update(self) -> None:
-        """Give the open transaction up."""
+        """Give the open transaction up, or the version that is complete and does not serve yet."""
 
     def parameter_checksums(self) -> list[dict[str, str]]:
         """Return the checksums of every engine rank's own parameters, by name. Raises EngineError if it can't tell."""
@@ -58,7 +60,7 @@ class RemotePublisher(Publisher):
         sharded: the same in layout `sharded`, where `transport` is `full`: taken from the second publish on if the first one shows that it
             would bring the engine's loader's result, bit for bit.
         requires_sharded: raise where it would not; else `full` stays, with a note and a count.
-        probe: called after the commit with (version, replicas); raises where engine and trainer disagree. Collective.
+        probe: called with (version, replicas) before the version serves; raises where engine and trainer disagree. Collective.
     """
 
     def __init__(
@@ -82,7 +84,6 @@ class RemotePublisher(Publisher):
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="publish") as hand_over:
                 stats = self._transfer(version, chosen, hand_over)
-            metrics = self.probe(version, chosen) if self.probe else {}
             notes = self._try_sharded(version, chosen) if self._sharded else ()
         except BaseException:
             if self.replica in chosen:
@@ -91,8 +92,7 @@ class RemotePublisher(Publisher):
             raise
         finally:
             transport.close()
-        metrics |= {"publish/full_fallbacks": self._fallbacks}
-        return replace(stats, metrics=stats.metrics | metrics, notes=tuple(notes))
+        return replace(stats, metrics=stats.metrics | {"publish/full_fallbacks": self._fallbacks}, notes=tuple(notes))
 
     def _try_sharded(self, version: int, chosen: list[int]) -> list[str]:
         """Compare the slices that layout `sharded` would send with what the engines' loaders made of the full tensors; take it if equal."""
@@ -148,13 +148,19 @@ class RemotePublisher(Publisher):
         with stages.stage("checksum_and_wait"):
             acknowledged += sum(agree(lambda: pending.result() if pending else 0, f"weight version {version}"))
         with stages.stage("commit"):
-            commit = lambda is_owner: (  # noqa: E731 (owners first: a follower must not believe in a version that was not committed)
-                self.engine.commit_update(version) if takes_part and self.engine.is_owner == is_owner else None
-            )
-            agree(lambda: commit(True), f"weight version {version}: commit")
-            agree(lambda: commit(False), f"weight version {version}: commit")
+            self._owners_first(self.engine.complete_update, version, takes_part, "commit")
+        with stages.stage("probe"):
+            probed = self.probe(version, chosen) if self.probe else {}
+        with stages.stage("serve"):
+            self._owners_first(self.engine.serve_update, version, takes_part, "serve")
         transport.committed(version)
-        return self._sum_up(version, len(chosen), acknowledged, stages)
+        return self._sum_up(version, len(chosen), acknowledged, stages, probed)
+
+    def _owners_first(self, step: Callable[[int], None], version: int, takes_part: bool, what: str) -> None:
+        """Take a step on owners, then on followers, which must not believe in what did not happen. Collective."""
+        for is_owner in (True, False):
+            takes_it = takes_part and self.engine.is_owner == is_owner
+            agree(lambda takes_it=takes_it: step(version) if takes_it else None, f"weight version {version}: {what}")
 
     def _own_checksums(self) -> list[dict[str, str]] | str:
         """Return what the engine says of its parameters, or why it says nothing."""
@@ -191,7 +197,7 @@ class RemotePublisher(Publisher):
         check_acks(manifest, acks, self.engine.engine_ranks, self.transport.plan.hash)
         return sum(ack["bytes"] for ack in acks)
 
-    def _sum_up(self, version: int, num_replicas: int, acknowledged: int, stages: Stages) -> PublishStats:
+    def _sum_up(self, version: int, num_replicas: int, acknowledged: int, stages: Stages, metrics: dict[str, float]) -> PublishStats:
         """Add the ranks' numbers up. Collective."""
         plan, stats = self.transport.plan, self.transport.stats
         rows = agree(
@@ -200,7 +206,7 @@ class RemotePublisher(Publisher):
         written = sum(row[0] for row in rows)
         kept = sum(target.numel for targets in plan.targets for target in targets) * plan.itemsize * num_replicas
         readers = 1 if plan.grid.layout == "sharded" else self.engine.engine_ranks  # under `full` every rank reads all of it
-        metrics = {
+        metrics = metrics | {
             "publish/written_bytes": written,
             "publish/written_share": written / max(sum(row[4] for row in rows), 1),
             "publish/sent_bytes": sum(row[1] for row in rows),
@@ -216,38 +222,3 @@ class RemotePublisher(Publisher):
     def close(self) -> None:
         """Give the transport's memory back."""
         self.transport.close()
-
-
-def check_acks(manifest: BucketManifest, acks: list[Ack], engine_ranks: int, plan_hash: str) -> None:
-    """Compare what engine ranks acknowledge with what was sent.
-
-    Raises:
-        PublishError: names the engine rank, the tensor and both values.
-    """
-    where = f"weight version {manifest.version}, plan {plan_hash}"
-    by_rank = {ack["rank"]: ack for ack in acks}
-    for rank in range(engine_ranks):
-        if rank not in by_rank:
-            raise PublishError(f"{where}: engine rank {rank} acknowledged nothing")
-        ack, entries = by_rank[rank], manifest.entries_for(rank)
-        if ack["version"] != manifest.version:
-            raise PublishError(f"{where}: engine rank {rank} acknowledged version {ack['version']}")
-        for entry in entries:
-            found = ack["tensors"].get(entry.name)
-            if found != entry.checksum:
-                raise PublishError(f"{where}: engine rank {rank}: {entry.name}: checksum {found}, sent was {entry.checksum}")
-        expected = sum(entry.nbytes for entry in entries)
-        if ack["bytes"] != expected:
-            raise PublishError(f"{where}: engine rank {rank} acknowledged {ack['bytes']} bytes, sent were {expected}")
-
-
-def describe_difference(expected: dict[tuple[int, str], str], kept: list[dict[str, str]] | str) -> str | None:
-    """Return the first difference between planned parameters, by (engine rank, name), and an engine's own; None where there is none."""
-    if isinstance(kept, str):
-        return kept
-    found = {(rank, name): checksum for rank, parameters in enumerate(kept) for name, checksum in parameters.items()}
-    for rank, name in sorted(expected.keys() | found.keys()):
-        planned, own = expected.get((rank, name)), found.get((rank, name))
-        if planned != own:
-            return f"engine rank {rank}: {name}: planned {planned or 'nothing'}, the loader made {own or 'nothing'}"
-    return None

@@ -113,6 +113,76 @@ def test_a_request_on_its_way_goes_on_under_the_new_weights_and_says_from_which_
     assert spans <= {(1,), (1, 2), (2,)} and (1, 2) in spans
 
 
+def complete(engine, model, version):
+    """All of an update but that its version serves."""
+    engine.begin_update(version)
+    engine.load(weights(model))
+    engine.complete_update(version)
+
+
+@pytest.fixture
+def requests_on_their_way(prompts, model):
+    """A function (engine) -> (thread, list that gets its completions): a generate() that has begun under version 1 of `model`."""
+
+    def start(engine):
+        publish(engine, model, version=1)
+        result = []
+        thread = threading.Thread(target=lambda: result.append(engine.generate(prompts, params(max_new_tokens=100), range(24))))
+        thread.start()
+        time.sleep(0.3)
+        return thread, result
+
+    return start
+
+
+@servers
+def test_a_version_that_is_not_verified_answers_the_probe_alone(build_engine, prompts, model, other_model, requests_on_their_way):
+    engine = build_engine()
+    thread, result = requests_on_their_way(engine)
+    complete(engine, other_model, version=2)
+    for _ in range(2):
+        probe = engine.sample_probe(prompts[0], params(max_new_tokens=8))
+        assert probe.weight_versions == ((0, 2),)
+        assert_logprobs_match(other_model, prompts[:1], [[probe]])
+    assert engine.weight_version is None
+    assert (engine.health().state, engine.health().ready) == ("verifying", False)
+    for refused in (lambda: engine.generate(prompts, params(), range(2)), lambda: engine.begin_update(3), lambda: engine.load([])):
+        with pytest.raises(EngineError, match="the rollout engine is verifying: the new weights are not verified yet"):
+            refused()
+    thread.join(2.0)
+    assert thread.is_alive()  # what is on its way takes less than a second once it may go on
+    with pytest.raises(EngineError, match="version 3: it is version 2"):
+        engine.serve_update(3)
+    engine.serve_update(2)
+    thread.join()
+    assert engine.weight_version == 2
+    versions = {tuple(version for _, version in completion.weight_versions) for group in result[0] for completion in group}
+    assert versions <= {(1,), (1, 2), (2,)} and (1, 2) in versions
+    with pytest.raises(EngineError, match="the rollout engine is serving"):
+        engine.sample_probe(prompts[0], params())
+
+
+@servers
+def test_a_version_that_fails_its_probe_never_serves_and_the_next_one_heals(
+    build_engine, prompts, model, other_model, requests_on_their_way
+):
+    engine = build_engine()
+    thread, result = requests_on_their_way(engine)
+    complete(engine, other_model, version=2)
+    engine.sample_probe(prompts[0], params(max_new_tokens=8))
+    engine.abort_update()  # what the publisher does where engine and trainer disagree
+    thread.join()
+    served = {version for group in result[0] for completion in group for _, version in completion.weight_versions}
+    assert served == {1}
+    assert "abort" in {completion.finish_reason for group in result[0] for completion in group}
+    assert engine.weight_version is None and engine.health().state == "stale"
+    with pytest.raises(EngineError, match="stale"):
+        engine.generate(prompts, params(), range(2))
+    publish(engine, model, version=2)
+    assert engine.weight_version == 2
+    assert_logprobs_match(model, prompts, engine.generate(prompts, params(), range(2)))
+
+
 def fused_parameters(model, shapes):
     """The parameters of a tensor parallel 1 engine, fused from a model's; the vocabulary's padding is zeros."""
     tensors = dict(weights(model))

@@ -23,7 +23,9 @@ class EngineHealth:
     """What an engine says about itself."""
 
     ready: bool  # generate() would be served now
-    state: str  # "empty", "serving", "updating", "stale", "asleep", "dead" (its process has ended or is silent), "closed"
+    # "empty", "serving", "updating", "verifying" (it answers a probe alone), "stale", "asleep", "closed", or "dead" (its process has ended
+    # or is silent)
+    state: str
     weight_version: int | None
     detail: str = ""  # why it is not ready
 

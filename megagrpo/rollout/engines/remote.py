@@ -1,6 +1,5 @@
 """Engines that live in a process of their own: one server, reached over HTTP, started as a child or given by its address."""
 
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +11,14 @@ from transformers import AutoConfig, AutoTokenizer
 from megagrpo.config.schema import EngineConfig
 from megagrpo.errors import UserError
 from megagrpo.rollout.engines.base import Engine, EngineError, EngineHealth, OnGroup
-from megagrpo.rollout.engines.completions import Sample, build_completion
 from megagrpo.rollout.engines.hf_model import end_token_ids, load_from_folder
 from megagrpo.rollout.engines.host.manifest import BucketManifest
+from megagrpo.rollout.engines.host.probe_requests import probe_request_id
 from megagrpo.rollout.engines.http_client import EngineClient, EngineUnreachable
 from megagrpo.rollout.engines.owned_server import OwnedServer
+from megagrpo.rollout.engines.remote_requests import request_completions
 from megagrpo.rollout.engines.remote_weights import Ack, ServerWeights
-from megagrpo.rollout.engines.request_checks import check_request, consecutive_runs
 from megagrpo.rollout.engines.server_protocol import ServerProtocol
-from megagrpo.rollout.engines.stopping import StopRule
 from megagrpo.rollout.engines.weights import checkpoint_shapes
 from megagrpo.types import Completion, Prompt, SamplingParams
 
@@ -34,8 +32,8 @@ class RemoteEngine(ServerProtocol, Engine):
     and go through the calls of an update without sending anything, so that they know what is served; the caller sees to it that a
     follower generates only after the owner's commit.
 
-    The server is paused while weights are written. Requests that are on their way wait, and go on under the new version, which their
-    completions' `weight_versions` tell token by token; if the update fails, they are ended.
+    The server is paused from an update's first bucket until the new version serves. Requests that are on their way wait, and go on under
+    the new version, which their completions' `weight_versions` tell token by token; if the update fails, they are ended.
 
     A server that dies or falls silent makes the engine "dead": it refuses everything until `restart()`.
 
@@ -108,6 +106,11 @@ class RemoteEngine(ServerProtocol, Engine):
         return self.config.max_model_len or self._hf.max_position_embeddings
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids that the model knows."""
+        return self._hf.vocab_size
+
+    @property
     def weight_version(self) -> int | None:
         return None if self._state() == "dead" else self._weights.version
 
@@ -115,37 +118,20 @@ class RemoteEngine(ServerProtocol, Engine):
         self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int], on_group: OnGroup | None = None
     ) -> list[list[Completion]]:
         self._require("serving")
-        check_request(prompts, sampling, completion_indices, self._hf.vocab_size, self.context_tokens)
         self._aborted = False
-        stop_rule = StopRule(self.tokenizer, self.end_token_ids, sampling)
-        runs = consecutive_runs(completion_indices, self.config.max_batch_completions)
-        requests = [(position, run, uuid.uuid4().hex) for position in range(len(prompts)) for run in runs]
-        unsent = Sample([], [], "abort", ((0, self._weights.version or 0),))
-        groups: list[dict[int, Completion]] = [{} for _ in prompts]
-
-        def on_answer(number: int, answer: Any) -> None:
-            position, run, _ = requests[number]
-            samples = [unsent] * len(run) if answer is None else self.read_samples(answer)
-            if len(samples) != len(run):
-                raise EngineError(
-                    f"{self.address}: prompt {prompts[position].id}: {len(samples)} completions came, {len(run)} were asked for"
-                )
-            for index, sample in zip(run, samples, strict=True):
-                groups[position][index] = build_completion(prompts[position], index, sample, stop_rule, self.tokenizer)
-            if on_group is not None and len(groups[position]) == len(completion_indices):
-                on_group(position, [groups[position][index] for index in completion_indices])
-
         with self._noting_loss():
-            self.prepare(prompts, len(completion_indices))
-            self.client.call_all(
-                [self.generate_call(request_id, prompts[position], sampling, run) for position, run, request_id in requests],
-                on_answer,
-                # Twice what the server decodes at once: it is never short of requests, and an abort has few to end.
-                max_pending=max(1, 2 * self.config.max_batch_completions // max((len(run) for run in runs), default=1)),
-                is_aborted=lambda: self._aborted,
-                abort_calls=self.abort_calls({request_id: len(run) for _, run, request_id in requests}),
-            )
-        return [[group[index] for index in completion_indices] for group in groups]
+            return request_completions(self, prompts, sampling, completion_indices, on_group, lambda: self._aborted)
+
+    def sample_probe(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
+        """Sample completion 0 of a prompt under a version that is complete and does not serve yet.
+
+        Raises:
+            EngineError: no update is complete.
+        """
+        self._require("verifying")
+        with self._noting_loss():
+            ((completion,),) = request_completions(self, [prompt], sampling, [0], name_request=probe_request_id)
+        return completion
 
     def begin_update(self, version: int) -> None:
         self._require("empty", "serving", "updating", "stale")
@@ -169,13 +155,31 @@ class RemoteEngine(ServerProtocol, Engine):
         with self._noting_loss():
             return self._weights.receive(manifest)
 
-    def commit_update(self, version: int) -> None:
+    def complete_update(self, version: int) -> None:
+        """Close the transaction without serving the version yet: the engine is "verifying".
+
+        It answers `sample_probe` alone, and requests that are on their way wait, until `serve_update` or `abort_update`, which leaves it
+        stale. Raises EngineError if tensors are missing (they are named).
+        """
         self._require("empty", "serving", "updating", "stale")
         self._weights.check_complete(version)
         if self.is_owner:
             with self._noting_loss():
-                self.commit_and_resume(version)
+                self.commit_weights(version)
+        self._weights.mark_verifying()
+
+    def serve_update(self, version: int) -> None:
+        """Serve a version that is complete. Raises EngineError if none is, or another."""
+        self._require("verifying")
+        self._weights.check_verifying(version)
+        if self.is_owner:
+            with self._noting_loss():
+                self.resume(version)
         self._weights.mark_complete(version)
+
+    def commit_update(self, version: int) -> None:
+        self.complete_update(version)
+        self.serve_update(version)
 
     def abort_update(self) -> None:
         was_open = self._weights.updating
@@ -204,6 +208,7 @@ class RemoteEngine(ServerProtocol, Engine):
     def health(self) -> EngineHealth:
         state = self._state()
         reasons = {"empty": "no weights were committed yet", "stale": "an update failed half-way", "updating": "an update is open"}
+        reasons |= {"verifying": "the new weights are not verified yet"}
         detail = (self._lost or self._describe_end() or "") if state == "dead" else reasons.get(state, "")
         return EngineHealth(state == "serving", state, None if state == "dead" else self._weights.version, detail)
 
@@ -267,7 +272,7 @@ class RemoteEngine(ServerProtocol, Engine):
         if self._asleep:
             return "asleep"
         if self._weights.updating:
-            return "updating"
+            return "verifying" if self._weights.verifying else "updating"
         if self._weights.stale:
             return "stale"
         return "empty" if self._weights.version is None else "serving"

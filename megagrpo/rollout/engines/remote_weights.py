@@ -42,11 +42,12 @@ class ServerWeights(WeightTransaction):
         self._server, self._is_owner = server, is_owner
         self._layout: str | None = None  # of the open transaction's buckets
         self._is_paused = False  # by the open transaction
+        self.verifying = False  # all of the open transaction's version is there, and it does not serve yet
 
     def begin(self, version: int) -> None:
         """Open a transaction; its first bucket says in which layout."""
         super().begin(version)
-        self._layout, self._is_paused = None, False
+        self._layout, self._is_paused, self.verifying = None, False, False
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take full tensors under their HF names; see Engine.load."""
@@ -81,6 +82,21 @@ class ServerWeights(WeightTransaction):
         for key, _ in keys:
             self.mark_loaded(key)
         return acks
+
+    def mark_verifying(self) -> None:
+        """Note that the server holds all of the version: it is stale until that serves."""
+        self.mark_overwritten()
+        self.verifying = True
+
+    def check_verifying(self, version: int) -> None:
+        """Raise EngineError unless it is `version` that is to be verified."""
+        if version != self.opened:
+            raise EngineError(f"weight version {version}: it is version {self.opened} that was committed and does not serve yet")
+
+    def mark_complete(self, version: int) -> None:
+        """Note that `version` serves."""
+        super().mark_complete(version)
+        self.verifying = False
 
     def abort(self) -> None:
         """Close the transaction without a commit. A follower can't know how far the owner came, so it is stale from then on."""

@@ -38,7 +38,7 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
-        """Return the request for completions `indices` of a prompt."""
+        """Return the request for completions `indices` of a prompt. The server tells a probe by its `request_id`."""
 
     def prepare(self, prompts: Sequence[Prompt], num_completions: int) -> None:  # noqa: B027 (most need nothing)
         """Do what helps the server before it gets the requests for `num_completions` completions of each prompt."""
@@ -60,8 +60,12 @@ class ServerProtocol(ABC):
         """Have every engine rank verify and load a bucket; return the acks by rank. Raises EngineError with what a rank refused."""
 
     @abstractmethod
-    def commit_and_resume(self, version: int) -> None:
-        """Make what was loaded serve as `version`: drop all that was computed from older weights, then decode on."""
+    def commit_weights(self, version: int) -> None:
+        """Make what was loaded `version`: drop all that was computed from older weights. From then on probes are answered, nothing else."""
+
+    @abstractmethod
+    def resume(self, version: int) -> None:
+        """Decode all requests on, under `version`."""
 
     @abstractmethod
     def parameter_shapes(self) -> list[dict[str, torch.Size]]:

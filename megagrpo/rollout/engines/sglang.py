@@ -12,7 +12,14 @@ from megagrpo.device.launch import thread_environment
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.completions import Sample
 from megagrpo.rollout.engines.host.manifest import BucketManifest
-from megagrpo.rollout.engines.host.sglang_instructions import checksums_body, commit_body, describe_body, load_body, read_reply
+from megagrpo.rollout.engines.host.sglang_instructions import (
+    checksums_body,
+    commit_body,
+    describe_body,
+    load_body,
+    read_reply,
+    serve_body,
+)
 from megagrpo.rollout.engines.http_client import Call
 from megagrpo.rollout.engines.python_environment import PACKAGES
 from megagrpo.rollout.engines.remote import HOST_FOLDER, RemoteEngine
@@ -130,10 +137,15 @@ class SglangEngine(RemoteEngine):
         self._call_session("/begin_weight_update", "session is already open")
         return self._instruct(load_body(manifest.to_json()))
 
-    def commit_and_resume(self, version: int) -> None:
+    def commit_weights(self, version: int) -> None:
         self._instruct(commit_body(version))
         self._call_session("/end_weight_update")
-        self.client.call("/continue_generation", {"torch_empty_cache": self.device.type != "cpu"})
+        self._continue()
+
+    def resume(self, version: int) -> None:
+        self.pause(abort=False)  # an instruction to a server that isn't paused waits for the end of all its requests
+        self._instruct(serve_body(version))
+        self._continue()
 
     def parameter_shapes(self) -> list[dict[str, torch.Size]]:
         shapes = self._instruct(describe_body())
@@ -187,6 +199,9 @@ class SglangEngine(RemoteEngine):
         token_bytes = 2 * self._hf.num_hidden_layers * heads_of_rank * head_size * self.dtype.itemsize
         budget = (self.config.kv_cache_bytes or _CPU_KV_CACHE_BYTES) // token_bytes
         return max(context, min(budget, context * self.config.max_batch_completions))
+
+    def _continue(self) -> None:
+        self.client.call("/continue_generation", {"torch_empty_cache": self.device.type != "cpu"})
 
     def _call_session(self, path: str, *tolerated: str) -> None:
         """Open or close an update session of the server. SGLang before 0.5.21 has none, and answers 404."""

@@ -57,6 +57,7 @@ class VllmEngine(RemoteEngine):
             "max_num_batched_tokens": max(self.config.max_prefill_tokens, self.config.max_batch_completions),
             "tensor_parallel_size": self.config.tensor_parallel,
             "worker_extension_cls": "vllm_worker.WeightReceiver",
+            "scheduler_cls": "vllm_scheduler.build_scheduler",
             "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, not of the raw logits
             "generation_config": "vllm",  # the folder's own sampling defaults would change what is sampled
             "load_format": "auto" if self.load_weights else "dummy",
@@ -133,7 +134,7 @@ class VllmEngine(RemoteEngine):
     def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
         return self._call_workers("receive_bucket", manifest.to_json())
 
-    def commit_and_resume(self, version: int) -> None:
+    def commit_weights(self, version: int) -> None:
         acks = self._call_workers("commit_weights", str(version))
         if any(ack["version"] != version for ack in acks) or len(acks) != self.engine_ranks:
             raise EngineError(f"weight version {version}: the engine's ranks committed {acks}")
@@ -141,6 +142,8 @@ class VllmEngine(RemoteEngine):
         if not self.client.call("/reset_prefix_cache?reset_running_requests=true")["success"]:
             raise EngineError(f"weight version {version}: the engine kept keys and values of older weights")
         self.client.call("/update_weight_version", {"new_version": str(version)})
+
+    def resume(self, version: int) -> None:
         self.client.call("/resume")
 
     def parameter_shapes(self) -> list[dict[str, torch.Size]]:

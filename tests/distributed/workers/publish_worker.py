@@ -75,8 +75,11 @@ class ReceivingEngine:
             acks[0]["tensors"][name] = "0badc0de"
         return acks
 
-    def commit_update(self, version: int) -> None:
-        self.calls.append(f"commit {version}")
+    def complete_update(self, version: int) -> None:
+        self.calls.append(f"complete {version}")
+
+    def serve_update(self, version: int) -> None:
+        self.calls.append(f"serve {version}")
         self.weight_version = version
 
     def abort_update(self) -> None:
@@ -156,7 +159,7 @@ def check_faults(folder: Path, groups, scratch: Path) -> None:
             assert re.search(pattern, str(error)), f"{pattern} not in: {error}"
         else:
             raise AssertionError(f"{pattern}: nothing was raised on rank {groups.rank}")
-        assert engine.calls[-1] == "abort" and f"commit {version}" not in engine.calls, engine.calls
+        assert engine.calls[-1] == "abort" and f"serve {version}" not in engine.calls, engine.calls
         dist.barrier()  # each rank removes its own files
         left = list(Path("/dev/shm").glob(f"megagrpo_{publisher.transport.context.token}*"))
         dist.barrier()  # before the next publish makes some
@@ -174,7 +177,16 @@ def check_faults(folder: Path, groups, scratch: Path) -> None:
         parameter.data[0] = float("nan")
     fails_with(r"rank \d: .*norm.weight.*not finite", 31)
     parameter.data.copy_(kept)
+
+    def disagree(version: int, replicas: list[int]) -> dict[str, float]:
+        assert engine.calls[-1] == f"complete {version}", engine.calls  # asked before the version serves
+        raise PublishError(f"weight version {version}: probe: replica 0")
+
+    publisher.probe = disagree
+    fails_with("weight version 32: probe: replica 0", 32)
+    publisher.probe = None
     publisher.publish(40)
+    assert engine.calls[-2:] == ["complete 40", "serve 40"]
     check_received(publisher, load_file(folder / "model.safetensors"), torch.float32, "after faults")
     engine.calls.clear()
     publisher.publish(41, replicas=[1])  # one that was started anew, while the other serves on
@@ -231,14 +243,14 @@ class SamplingEngine:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.replica, self.error = replica, 0.0
 
-    def generate(self, prompts, sampling, indices):
-        ((prompt,), tokens) = prompts, np.arange(sampling.max_new_tokens) * 7 + self.replica
+    def sample_probe(self, prompt, sampling):
+        tokens = np.arange(sampling.max_new_tokens) * 7 + self.replica
         ids = torch.tensor([[*prompt.token_ids, *tokens.tolist()]])
         with torch.no_grad():
             logprobs = self.model(ids).logits[0, len(prompt.token_ids) - 1 : -1].double().log_softmax(-1)
         values = logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].float().numpy()
         values[2] += self.error
-        return [[Completion(prompt.id, 0, tokens, values, "length", ((0, 1),), "")]]
+        return Completion(prompt.id, 0, tokens, values, "length", ((0, 1),), "")
 
 
 def check_probe(folder: Path, layout: str, groups, sizes: dict[str, int]) -> None:

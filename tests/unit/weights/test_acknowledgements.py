@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 
 from megagrpo.rollout.engines.host.manifest import BucketManifest, TensorEntry, build_ack, checksum_of, open_tensors
+from megagrpo.weights.acknowledgements import check_acks, describe_difference
 from megagrpo.weights.publisher import PublishError
-from megagrpo.weights.remote import check_acks, describe_difference
 from megagrpo.weights.transports.disk import lay_out_safetensors
 
 ENTRIES = (

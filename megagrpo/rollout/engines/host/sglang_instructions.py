@@ -17,8 +17,16 @@ def load_body(manifest_json: str) -> dict[str, Any]:
 
 
 def commit_body(version: int) -> dict[str, Any]:
-    """Return the request that makes `version` the one that serves, on a server whose requests are retracted: caches are dropped."""
+    """Return the request that makes what was loaded `version`, on a server whose requests are retracted: caches are dropped.
+
+    From then on probes alone are decoded.
+    """
     return _body({"commit": version}, flush_cache=True, weight_version=str(version))
+
+
+def serve_body(version: int) -> dict[str, Any]:
+    """Return the request after which the server decodes all requests under `version`; it must be paused."""
+    return _body({"serve": version}, flush_cache=False)
 
 
 def describe_body() -> dict[str, Any]:
@@ -37,7 +45,10 @@ def read_reply(message: str) -> list[dict[str, Any]]:
 
 
 def read_instruction(payload: bytes) -> dict[str, Any]:
-    """Return {"load": manifest as JSON}, {"commit": version}, {"describe": None} or {"checksums": None} from a decoded payload."""
+    """Return an instruction from a decoded payload.
+
+    {"load": manifest as JSON}, {"commit": version}, {"serve": version}, {"describe": None} or {"checksums": None}.
+    """
     return json.loads(payload)
 
 

@@ -4,8 +4,8 @@ With --end-with-parent before them the server ends when the process that started
 Runs in the engine's Python environment, where megagrpo is not installed, and is started by its path. SGLang spawns its scheduler
 processes, which import this file again as `__mp_main__`: what stands at the top level is in place in all of them.
 
-Three things are added to SGLang: stand-ins for CUDA-only imports on a CPU (sglang_shims), sampling by counters (sglang_sampler),
-and weights by manifest (sglang_updates).
+Four things are added to SGLang: stand-ins for CUDA-only imports on a CPU (sglang_shims), sampling by counters (sglang_sampler),
+weights by manifest (sglang_updates), and a gate for requests while a new version is verified (sglang_gate).
 """
 
 import os
@@ -16,12 +16,14 @@ from parent_watch import watch_parent
 
 sglang_shims.install_cpu_shims()  # before anything of sglang is imported
 
+import sglang_gate  # noqa: E402
 import sglang_sampler  # noqa: E402
 import sglang_updates  # noqa: E402
 
 sglang_shims.install_late_cpu_shims()
 sglang_sampler.install()
 sglang_updates.install()
+sglang_gate.install()
 
 
 def main(arguments: list[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from manifest import BucketManifest, build_ack, checksum_of, open_tensors
+from sglang_gate import set_gate
 from sglang_instructions import LOAD_FORMAT, read_instruction
 
 
@@ -42,6 +43,9 @@ def follow(updater: Any, request: Any) -> tuple[bool, str]:
         return True, json.dumps(gather({name: checksum_of(parameter.cpu()) for name, parameter in model.named_parameters()}, group))
     if action == "describe":
         return True, json.dumps(gather({name: list(parameter.shape) for name, parameter in model.named_parameters()}, group))
+    if action == "serve":
+        set_gate(closed=False)
+        return True, json.dumps(gather({"version": operand}, group))
     has_sessions = hasattr(updater, "_session")  # SGLang 0.5.21 and later
     if has_sessions and updater._session is None:
         return False, "no weight-update session is open: begin_weight_update comes first"
@@ -55,6 +59,7 @@ def follow(updater: Any, request: Any) -> tuple[bool, str]:
     if action == "commit":
         if not updater.flush_cache():
             return False, "keys and values of older weights are in use: requests were not retracted"
+        set_gate(closed=True)
         updater.record_weight_version_after_update(request.weight_version)
         return True, json.dumps(gather({"version": operand}, group))
     return False, f"not an instruction: {action}"
