@@ -41,7 +41,7 @@ class BucketLayout:
         offset = 0
         for destination, targets in enumerate(plan.targets):
             for position in range(bucket.first, bucket.last):
-                nbytes = targets[position].numel * plan.itemsize
+                nbytes = plan.target_bytes(targets[position])
                 self.tensors.append(PlacedTensor(destination, position, targets[position], offset, nbytes))
                 offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.nbytes = offset

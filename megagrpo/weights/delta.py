@@ -6,6 +6,7 @@ neighbours of the engine's parameter (fewer at the end of a row that is cut); it
 
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +14,9 @@ import torch
 from megagrpo.rollout.engines.host.manifest import Patch
 from megagrpo.weights.boxes import Box, sizes
 from megagrpo.weights.plan import Transfer
-from megagrpo.weights.reader import SliceReader
+
+if TYPE_CHECKING:
+    from megagrpo.weights.transports.base import TransportContext
 
 BLOCK_ELEMENTS = 64  # a bit in the manifest stands for 64 elements: at most 1 / 1024 of bfloat16 weights' bytes
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # compares bits: -0.0 is not 0.0
@@ -33,8 +36,8 @@ class Change:
 class DeltaTracker:
     """Remembers slices and finds the blocks that differ from them."""
 
-    def __init__(self, reader: SliceReader, dtype: torch.dtype):
-        self.reader, self.dtype = reader, dtype
+    def __init__(self, context: "TransportContext"):
+        self.context, self.reader = context, context.reader
         self.version: int | None = None  # that all slices were published as; None: none were, or not all
         self._published: dict[tuple[str, Box], list[torch.Tensor]] = {}
         self._pending: dict[tuple[str, Box], list[torch.Tensor]] = {}
@@ -43,7 +46,8 @@ class DeltaTracker:
         """Keep the slices of a transfer as they are now; `commit` makes them the ones to compare with."""
         key = transfer.source, transfer.box
         if key not in self._pending:
-            self._pending[key] = [tensor.to(self.dtype, copy=True).contiguous() for _, tensor in self.reader.read(transfer)]
+            dtype = self.context.dtype_of(self.context.plan.sources[transfer.source])
+            self._pending[key] = [tensor.to(dtype, copy=True).contiguous() for _, tensor in self.reader.read(transfer)]
 
     def commit(self, version: int) -> None:
         """All that was noted is published."""

@@ -20,6 +20,8 @@ from megagrpo.weights.boxes import Box, cut, intersect, numel, origin, shift
 from megagrpo.weights.sources import Holders, SourceTensor, box_held, holders_of, holders_with
 from megagrpo.weights.targets import EngineGrid, TargetTensor, build_targets
 
+ITEMSIZES = {"float8_e4m3fn": 1, "float32": 4}  # bytes of an element, of tensors that have a dtype of their own
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -67,7 +69,7 @@ class PublishPlan:
         trainer: that grid.
         grid: the engines.
         head_dim: of an attention head.
-        itemsize: bytes of an element on its way.
+        itemsize: bytes of an element on its way, where a tensor has no dtype of its own.
         bucket_bytes: limit of a bucket on one engine rank.
     """
 
@@ -94,12 +96,23 @@ class PublishPlan:
         buckets: list[Bucket] = []
         first, fill = 0, [0] * len(self.targets)
         for begin, end in _units(self.targets[0]):
-            added = [sum(target.numel for target in targets[begin:end]) * self.itemsize for targets in self.targets]
+            added = [sum(self.target_bytes(target) for target in targets[begin:end]) for targets in self.targets]
             if begin > first and max(a + b for a, b in zip(fill, added, strict=True)) > self.bucket_bytes:
                 buckets.append(Bucket(len(buckets), first, begin, max(fill)))
                 first, fill = begin, [0] * len(self.targets)
             fill = [a + b for a, b in zip(fill, added, strict=True)]
         return (*buckets, Bucket(len(buckets), first, len(self.targets[0]), max(fill)))
+
+    def target_bytes(self, target: TargetTensor) -> int:
+        """Return the bytes of a parameter of an engine rank."""
+        return target.numel * self._itemsize_of(target)
+
+    def transfer_bytes(self, transfer: Transfer) -> int:
+        """Return the bytes of a transfer."""
+        return transfer.numel * self._itemsize_of(self.sources[transfer.source])
+
+    def _itemsize_of(self, tensor: SourceTensor | TargetTensor) -> int:
+        return self.itemsize if tensor.dtype is None else ITEMSIZES[tensor.dtype]
 
     def sources_of(self, bucket: Bucket) -> list[SourceTensor]:
         """Return the sources that a bucket is made of, each once, in order."""

@@ -204,7 +204,7 @@ class RemotePublisher(Publisher):
             lambda: (stats.written_bytes, stats.sent_bytes, stats.peak_bytes, stages.seconds, stats.planned_bytes), "weights: numbers"
         )
         written = sum(row[0] for row in rows)
-        kept = sum(target.numel for targets in plan.targets for target in targets) * plan.itemsize * num_replicas
+        kept = sum(plan.target_bytes(target) for targets in plan.targets for target in targets) * num_replicas
         readers = 1 if plan.grid.layout == "sharded" else self.engine.engine_ranks  # under `full` every rank reads all of it
         metrics = metrics | {
             "publish/written_bytes": written,

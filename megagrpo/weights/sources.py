@@ -32,6 +32,7 @@ class SourceTensor:
     split: int | None  # the dimension cut in equal slices over (expert) tensor parallel ranks; None: each holds all
     split_size: int = 0  # length of that dimension, vocabulary padding included
     is_expert: bool = False
+    dtype: str | None = None  # of the tensor on its way, a torch dtype without its prefix; None: that of the publish
 
     def hf_name(self, expert: int = 0) -> str:
         """Return the HF tensor's name, of a stacked one that of one expert."""

@@ -59,6 +59,7 @@ class TargetTensor:
     shape: tuple[int, ...]
     grid: tuple[int, ...]  # the shape in which the parts are placed: `shape`, of one expert's tensor with a leading 1
     parts: tuple[TargetPart, ...]
+    dtype: str | None = None  # None: that of the publish
 
     @property
     def numel(self) -> int:
@@ -90,7 +91,7 @@ def _full(members: list[SourceTensor]) -> list[TargetTensor]:
             if source.is_expert:
                 box, shape, unit = ((expert, expert + 1), *box[1:]), shape[1:], f"{unit}#{expert}"
             part = TargetPart(source.name, box, (0,) * len(box))
-            targets.append(TargetTensor(source.hf_name(expert), unit, shape, sizes(box), (part,)))
+            targets.append(TargetTensor(source.hf_name(expert), unit, shape, sizes(box), (part,), source.dtype))
     return targets
 
 
@@ -110,7 +111,7 @@ def _sharded(unit: str, members: list[SourceTensor], rank: int, grid: EngineGrid
     if first.kind == "vocab":
         shape[0] = padded_vocab(first.shape[0], grid.tp) // grid.tp
         parts = [part for part in parts if prod(sizes(part.box))]
-    return TargetTensor(fused_name(members), unit, tuple(shape), tuple(shape), tuple(parts))
+    return TargetTensor(fused_name(members), unit, tuple(shape), tuple(shape), tuple(parts), first.dtype)
 
 
 def _box_kept(source: SourceTensor, rank: int, grid: EngineGrid, head_dim: int) -> Box:

@@ -17,6 +17,8 @@ from megagrpo.weights.boxes import Box, slices
 from megagrpo.weights.bucket_layout import BucketLayout, PlacedTensor
 from megagrpo.weights.plan import PublishPlan, Transfer
 from megagrpo.weights.reader import SliceReader
+from megagrpo.weights.sources import SourceTensor
+from megagrpo.weights.targets import TargetTensor
 
 SLOTS = 2
 
@@ -40,9 +42,13 @@ class TransportContext:
     rank: int
     world_size: int
     owners: tuple[int, ...]  # the trainer rank that hands buckets to each replica
-    dtype: torch.dtype  # of the weights on their way
+    dtype: torch.dtype  # of the weights on their way, but those that have one of their own
     timeout_seconds: float
     token: str  # names this run's memories; equal on all ranks
+
+    def dtype_of(self, tensor: SourceTensor | TargetTensor) -> torch.dtype:
+        """Return the dtype in which a tensor travels."""
+        return self.dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
 
 
 class Transport(ABC):
@@ -149,10 +155,10 @@ class Transport(ABC):
     def describe(self, version: int, bucket: int, checksums: Sequence[str], location: dict[str, Any]) -> BucketManifest:
         """Return the manifest of a complete bucket at a place."""
         sharded = self.plan.grid.layout == "sharded"
-        dtype = str(self.context.dtype).removeprefix("torch.")
         entries = []
         for placed, checksum in zip(self.layouts[bucket].tensors, checksums, strict=True):
             target, rank = placed.target, placed.destination if sharded else None
+            dtype = str(self.context.dtype_of(target)).removeprefix("torch.")
             entries.append(TensorEntry(target.name, dtype, target.shape, placed.offset, placed.nbytes, checksum, rank))
         return BucketManifest(version, self.manifest_transport, location, self.plan.grid.layout, tuple(entries))
 
@@ -170,7 +176,7 @@ class Transport(ABC):
     def view(self, replica: int, slot: int, placed: PlacedTensor) -> torch.Tensor:
         """Return a parameter's memory, in the grid in which its parts are placed."""
         raw = self.memory[replica, slot][placed.offset : placed.offset + placed.nbytes]
-        return raw.view(self.context.dtype).view(placed.target.grid)
+        return raw.view(self.context.dtype_of(placed.target)).view(placed.target.grid)
 
     def put(self, bucket: int, slot: int, transfer: Transfer, place: Box, tensor: torch.Tensor) -> None:
         """Copy a slice to its place, in the dtype of the publish."""

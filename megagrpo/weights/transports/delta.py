@@ -24,7 +24,7 @@ class DeltaTransport(SharedMemoryTransport):
 
     def __init__(self, context: TransportContext):
         super().__init__(context)
-        self.tracker = DeltaTracker(context.reader, context.dtype)
+        self.tracker = DeltaTracker(context)
         self._is_delta, self._is_committed = False, True
         self._regions: dict[int, dict[Place, tuple[int, int, list[Patch]]]] = {}  # slot -> where the blocks of each parameter are
 
@@ -51,7 +51,7 @@ class DeltaTransport(SharedMemoryTransport):
         def find() -> list[tuple[Place, Patch, int]]:
             for transfer in self.sends(bucket):
                 changes.extend(self.tracker.changes(transfer, layout.find(transfer.destination, transfer.target).target.grid))
-                self.stats.planned_bytes += transfer.numel * self.plan.itemsize
+                self.stats.planned_bytes += self.plan.transfer_bytes(transfer)
             return [((one.replica, one.destination, one.target), one.patch, one.blocks.nbytes) for one in changes]
 
         found = agree(find, f"bucket {bucket}: changes")

@@ -12,7 +12,7 @@ from megagrpo.rollout.engines.host.manifest import BucketManifest, TensorEntry
 from megagrpo.weights.transports.base import SLOTS, TransportContext
 from megagrpo.weights.transports.group import GroupTransport
 
-_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
 
 
 class DiskTransport(GroupTransport):

@@ -5,6 +5,7 @@ shared memory of its machine, where the engine's ranks read them.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -15,6 +16,8 @@ from megagrpo.weights.boxes import sizes
 from megagrpo.weights.plan import Transfer
 from megagrpo.weights.transports.base import SLOTS, Transport, TransportContext
 from megagrpo.weights.transports.mapped_file import MappedFile, slot_path
+
+_MESSAGE_ALIGNMENT = 16  # bytes
 
 
 class GroupTransport(Transport):
@@ -53,10 +56,10 @@ class GroupTransport(Transport):
         """
         self.clear_padding(bucket, slot)
         outgoing, incoming = self._by_owner(self.sends(bucket)), self._incoming(bucket)
-        self.stats.planned_bytes += sum(transfer.numel for transfer in self.sends(bucket)) * self.plan.itemsize
+        self.stats.planned_bytes += sum(self.plan.transfer_bytes(transfer) for transfer in self.sends(bucket))
         for transfer in outgoing.get(self.rank, []):
             self.put_own(bucket, slot, transfer)
-            self.stats.written_bytes += transfer.numel * self.plan.itemsize
+            self.stats.written_bytes += self.plan.transfer_bytes(transfer)
         owners = sorted({self.context.owners[replica] for replica in self.chosen})
         for number in range(len(owners)):
             owner = owners[(self.rank + number) % len(owners)]
@@ -76,7 +79,7 @@ class GroupTransport(Transport):
             work.wait(timedelta(seconds=self.context.timeout_seconds))
         for sender, buffer in arriving.items():
             self._unpack(bucket, slot, incoming[sender], buffer)
-        self.stats.written_bytes += message.nbytes
+        self.stats.written_bytes += sum(self.plan.transfer_bytes(transfer) for transfer in transfers)
         self.stats.sent_bytes += message.nbytes
 
     def close(self) -> None:
@@ -110,19 +113,29 @@ class GroupTransport(Transport):
 
     def _empty(self, transfers: list[Transfer]) -> torch.Tensor:
         device = next(iter(self.context.reader.model.chunks[0].parameters())).device
-        return torch.empty(sum(transfer.numel for transfer in transfers), dtype=self.context.dtype, device=device)
+        return torch.empty(sum(self._message_bytes(transfer) for transfer in transfers), dtype=torch.uint8, device=device)
+
+    def _message_bytes(self, transfer: Transfer) -> int:
+        """Return the bytes that a transfer takes in a message: the next one begins where any dtype may."""
+        return -(-self.plan.transfer_bytes(transfer) // _MESSAGE_ALIGNMENT) * _MESSAGE_ALIGNMENT
+
+    def _cut(self, transfers: list[Transfer], message: torch.Tensor) -> Iterator[tuple[Transfer, torch.Tensor]]:
+        """Yield every transfer with its elements [numel] in a message."""
+        position = 0
+        for transfer in transfers:
+            part = message[position : position + self.plan.transfer_bytes(transfer)]
+            yield transfer, part.view(self.context.dtype_of(self.plan.sources[transfer.source]))
+            position += self._message_bytes(transfer)
 
     def _pack(self, transfers: list[Transfer]) -> torch.Tensor:
-        message, position = self._empty(transfers), 0
-        for transfer in transfers:
+        message = self._empty(transfers)
+        for transfer, elements in self._cut(transfers, message):
+            position = 0
             for _, tensor in self.context.reader.read(transfer):
-                message[position : position + tensor.numel()].view(tensor.shape).copy_(tensor)
+                elements[position : position + tensor.numel()].view(tensor.shape).copy_(tensor)
                 position += tensor.numel()
         return message
 
     def _unpack(self, bucket: int, slot: int, transfers: list[Transfer], message: torch.Tensor) -> None:
-        position = 0
-        for transfer in transfers:
-            part = message[position : position + transfer.numel].view(sizes(transfer.place))
-            self.put(bucket, slot, transfer, transfer.place, part)
-            position += transfer.numel
+        for transfer, elements in self._cut(transfers, message):
+            self.put(bucket, slot, transfer, transfer.place, elements.view(sizes(transfer.place)))

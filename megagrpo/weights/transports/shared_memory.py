@@ -33,8 +33,8 @@ class SharedMemoryTransport(Transport):
         self.clear_padding(bucket, slot)
         for transfer in self.sends(bucket):
             self.put_own(bucket, slot, transfer)
-            self.stats.planned_bytes += transfer.numel * self.plan.itemsize
-            self.stats.written_bytes += transfer.numel * self.plan.itemsize
+            self.stats.planned_bytes += self.plan.transfer_bytes(transfer)
+            self.stats.written_bytes += self.plan.transfer_bytes(transfer)
 
     def checksums(self, bucket: int, slot: int) -> dict[tuple[int, int], str]:
         """Share the parameters out over all ranks: each can see all of them."""
