@@ -4,7 +4,7 @@ prompts -> rollout -> rewards -> advantages -> update -> publish -> evaluate -> 
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
 from megagrpo.device import device as device_module
-from megagrpo.errors import UserError
+from megagrpo.errors import StopRequested, UserError
 from megagrpo.evaluation.evaluate import evaluate_set
 from megagrpo.models.hf_files import write_hf_folder
 from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag, destroy_groups
 from megagrpo.policy.logprob_gap import LogprobGap
+from megagrpo.policy.metrics import compute_update_metrics
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update import UpdateResult
 from megagrpo.rollout.engines.base import asleep
@@ -28,7 +29,6 @@ from megagrpo.rollout.generation import RolloutFailedError
 from megagrpo.rollout.metrics import compute_rollout_metrics
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.session import Session, build_session
-from megagrpo.supervision.signals import StopRequested
 from megagrpo.supervision.spikes import RollBack
 from megagrpo.supervision.supervisor import Supervisor
 from megagrpo.supervision.update_gate import UpdateGate
@@ -72,6 +72,7 @@ class Trainer:
         self.gate = UpdateGate(self.config, self._note)
         self._is_step_untouched = True  # no update of the running step has been applied
         self._prompts: Sequence[Prompt] = ()  # of the running step
+        supervisor.while_stopping = session.generator.give_up
 
     def run(self) -> None:
         """Train all steps that are left, then export and sum up; where a signal asks for it, save and stop before that."""
@@ -100,7 +101,8 @@ class Trainer:
         resumed = restored.step if restored else None
         self.started -= self.state.wall_seconds  # the wall clock of a run goes on over its resumes
         is_main = self.session.groups.rank == 0
-        self.recorder = Recorder(self.run_dir, self.config.run.steps, self.config.telemetry, resumed) if is_main else None
+        last_row = None if resumed is None else resumed - (self.state.unrecorded is not None)
+        self.recorder = Recorder(self.run_dir, self.config.run.steps, self.config.telemetry, last_row) if is_main else None
         if self.recorder:
             (self.run_dir / "config.yaml").write_text(dump_config(self.config))
             self.recorder.note(f"resumed after step {resumed}" if resumed is not None else f"run folder {self.run_dir}")
@@ -109,8 +111,8 @@ class Trainer:
         with self.timers.phase("publish"):
             self._publish()  # no rollout before the engine holds the trainer's weights
         self.checkpoints.capture(self.state)
-        if resumed is None:
-            self._record(0, self._evaluate())
+        if resumed is None or self.state.unrecorded is not None:
+            self._conclude(self.state.unrecorded or {}, evaluates=True)
         self.timers.take()  # what came before the loop belongs to no step
 
     def _step(self) -> None:
@@ -131,32 +133,43 @@ class Trainer:
             self.session.pipeline.wait()  # the engine's weights are overwritten next
         with self.timers.phase("publish"):
             self.state.weight_version += 1
-            published, failure = self._attempt(self._publish)
+            published, failure = self._try_to_publish()
         self.state.step = step
         self.state.wall_seconds = self._wall_seconds()
         self.state.spikes = self.gate.spikes.state()
         self.checkpoints.capture(self.state)
-        metrics |= self._update_metrics(result)
+        metrics |= compute_update_metrics(result, self.session.actor.optimizer.param_groups[0]["lr"]) | self.gate.metrics()
         metrics[names.STEP_SECONDS] = time.perf_counter() - step_started
         metrics[names.STEP_CPU_SECONDS] = sum(all_gather_metadata(time.process_time() - cpu_started))
         metrics |= self.timers.take() | published
-        if failure is None and self._is_due(self.config.evaluation.every, step):
-            evaluated, failure = self._attempt(self._evaluate)
-            metrics |= evaluated
-        self._record(step, metrics, rollouts)
-        with self.timers.phase("checkpoint"):  # training stands still here: its seconds are in the next step's row
-            self.checkpoints.after_step(self.state, metrics)
+        self._record_completions(step, rollouts)
+        self._conclude(metrics, evaluates=failure is None and self._is_due(self.config.evaluation.every, step))
         if failure is not None:
             raise failure
 
-    def _attempt(self, verb: Callable[[], dict[str, float]]) -> tuple[dict[str, float], Exception | None]:
-        """Return a verb's metrics, or what it failed with on all ranks alike: the step before it is trained, and kept first."""
-        try:
-            return verb(), None
-        except (PublishError, RolloutFailedError) as error:
-            return {}, error
+    def _conclude(self, metrics: dict[str, float], evaluates: bool) -> None:
+        """Evaluate, record and save the last finished step, as far as each is due.
+
+        An evaluation that is stopped or fails leaves all of this to the run that resumes.
+        """
+        if evaluates:
+            self.state.unrecorded = metrics
+            metrics = metrics | self._evaluate()
+            self.state.unrecorded = None
+        if self.recorder:
+            self.recorder.step(self.state.step, metrics)
+        if self.state.step:
+            with self.timers.phase("checkpoint"):  # training stands still here: its seconds are in the next step's row
+                self.checkpoints.after_step(self.state, metrics)
 
     # ---- the verbs
+
+    def _try_to_publish(self) -> tuple[dict[str, float], PublishError | None]:
+        """Return the publish's metrics, or what it failed with on all ranks alike: the step before it is trained, and kept first."""
+        try:
+            return self._publish(), None
+        except PublishError as error:
+            return {}, error
 
     def _publish(self) -> dict[str, float]:
         stats = self.session.publisher.publish(self.state.weight_version)
@@ -171,6 +184,7 @@ class Trainer:
             rollouts,
             learning_rate=lambda k: learning_rate(self.config.optimizer, self.state.updates + k, total_updates),
             before_apply=partial(self._before_apply, rollouts),
+            before_pass=self._stop_if_asked,
             accepts=self.gate.accepts,
             weight_version=self.state.weight_version,
         )
@@ -192,14 +206,14 @@ class Trainer:
 
     def _save_and_stop(self) -> None:
         """Save the last finished step, unless it is saved already, and say how to go on."""
-        step, reasons = self.state.step, all_gather_metadata(self.supervisor.stop_reason)
+        step, begun, reasons = self.state.step, self.supervisor.step, all_gather_metadata(self.supervisor.stop_reason)
         with self.timers.phase("checkpoint"):
             is_saved = self.checkpoints.save_now(self.state)
         if self.recorder:
             reason = next(reason for reason in reasons if reason is not None)
             self.recorder.note(
                 f"stopped by {reason} after step {step} of {self.config.run.steps}, which is {'' if is_saved else 'NOT '}saved; "
-                "the same command "
+                f"{f'step {begun} was given up; ' if begun and begun > step else ''}the same command "
                 f"{'' if self.config.run.resume == 'auto' else 'with run.resume=auto '}goes on from there"
             )
 
@@ -218,6 +232,7 @@ class Trainer:
         if restored is None:
             raise UserError(f"{cause}; there is no checkpoint to roll back to yet")
         self.state = restored
+        self.state.unrecorded = None  # recorded since, by the run that has resumed from there
         self.state.roll_backs, self.state.weight_version = number, version + 1  # a version names one set of weights, for ever
         self.gate.spikes.load_state(self.state.spikes)
         self.session.pipeline.skip_to(position)
@@ -254,25 +269,12 @@ class Trainer:
         if self.recorder:
             self.recorder.finish(self._wall_seconds(), peaks)
 
-    # ---- numbers
+    # ---- records
 
-    def _update_metrics(self, result: UpdateResult) -> dict[str, float]:
-        metrics: dict[str, float] = {"update/trained_tokens": result.trained_tokens}
-        metrics[names.SKIPPED_UPDATES] = sum(not applied.is_finite for applied in result.applied)
-        if result.applied:
-            metrics[names.GRAD_NORM] = result.applied[-1].grad_norm
-            metrics["optimizer/lr"] = self.session.actor.optimizer.param_groups[0]["lr"]
-        metrics |= self.gate.metrics()
-        if result.logprob_gap:
-            metrics[names.LOGPROB_GAP] = result.logprob_gap.gap
-        return metrics | {names.LOSS if name == "loss" else f"policy/{name}": value for name, value in result.metrics.items()}
-
-    def _record(self, step: int, metrics: dict[str, float], rollouts: StepRollouts | None = None) -> None:
-        if self.recorder:
-            self.recorder.step(step, metrics)
-            if rollouts is not None and self._is_due(self.config.telemetry.completions_every, step):
-                samples = [(rollouts.prompts[key[0]], c, rollouts.records[key].reward) for key, c in rollouts.local.items()]
-                self.recorder.completions(step, samples)
+    def _record_completions(self, step: int, rollouts: StepRollouts) -> None:
+        if self.recorder and self._is_due(self.config.telemetry.completions_every, step):
+            samples = [(rollouts.prompts[key[0]], c, rollouts.records[key].reward) for key, c in rollouts.local.items()]
+            self.recorder.completions(step, samples)
 
     def _is_due(self, every: int, step: int) -> bool:
         return step == self.config.run.steps or bool(every and step % every == 0)

@@ -25,6 +25,7 @@ class TrainerState:
     wall_seconds: float = 0.0  # of all runs so far
     spikes: dict[str, list[float]] = field(default_factory=dict)  # what the running medians are over
     roll_backs: int = 0  # made so far
+    unrecorded: dict[str, float] | None = None  # metrics of this step, where its evaluation and its row are still to come
 
     def to_json(self) -> str:
         """Return it as JSON."""

@@ -85,6 +85,7 @@ class PolicyUpdater:
         rollouts: StepRollouts,
         learning_rate: Callable[[int], float],
         before_apply: BeforeApply | None = None,
+        before_pass: Callable[[], None] = lambda: None,
         accepts: Callable[[float], bool] | None = None,
         weight_version: int = 0,
     ) -> UpdateResult:
@@ -95,6 +96,7 @@ class PolicyUpdater:
             weight_version: of the actor now: what the age of a completion is counted from.
             learning_rate: of the k-th update of this step.
             before_apply: called before an update is applied; may raise to stop the run with the weights untouched.
+            before_pass: called before each pass of micro-batches through the pipeline, until an update is applied; may raise as well.
             accepts: called with the gradient norm of an update after `before_apply`; False skips the update. All ranks must answer alike.
         """
         if not rollouts.records:
@@ -104,7 +106,7 @@ class PolicyUpdater:
         advantages, counters = self._advantages(rollouts, rewards, valid)
         mini_batches = self._mini_batches(rollouts, valid, advantages)
         ages = {key: weight_version - record.weight_version for key, record in rollouts.records.items()}
-        rows = self._rows_before_update(mini_batches)
+        rows = self._rows_before_update(mini_batches, before_pass)
         before: dict[str, Metric] = {}
         if self.algorithm.kl_in_reward:
             penalties, before = self._kl_penalties(mini_batches, rows)
@@ -129,6 +131,8 @@ class PolicyUpdater:
                 terms = SequenceTerms(advantage_of, self._token_weights(mini_batch, lengths), ages)
                 reference = self.reference.model if self.reference else None
                 compare = largest_gap if not applied and not mismatch else None
+                if not applied:
+                    before_pass()
                 loss = PolicyLoss(self.actor.model, self.algorithm, self.temperature, terms, rows, reference, compare)
                 metrics = self._all_gather_metrics(self.actor.forward_backward(mini_batch.batches, loss))
                 if not applied:
@@ -205,7 +209,7 @@ class PolicyUpdater:
         single = update.mini_batches_per_step * update.epochs_per_step == 1
         return single and not self.algorithm.config.correction.enabled and not self.algorithm.kl_in_reward
 
-    def _rows_before_update(self, mini_batches: Sequence[MiniBatch]) -> dict[int, RowTerms]:
+    def _rows_before_update(self, mini_batches: Sequence[MiniBatch], before_pass: Callable[[], None]) -> dict[int, RowTerms]:
         """Compute what the losses need of the old policy and the reference, for all micro-batches of the step."""
         batches = [batch for mini_batch in mini_batches for batch in mini_batch.batches]
         rows = {id(batch): RowTerms() for batch in batches}
@@ -217,8 +221,11 @@ class PolicyUpdater:
             for batch in batches:
                 rows[id(batch)].old_logprobs = batch.rollout_logprobs
         elif self.algorithm.needs_old_logprobs and not self._old_equals_actor:
+            before_pass()
             for batch, old in zip(batches, self.actor.logprobs(batches, self.temperature), strict=self.groups.is_last_stage):
                 rows[id(batch)].old_logprobs = old
+        if self.reference is not None:
+            before_pass()
         if self.reference is not None and self.algorithm.needs_exact_kl:
             for batch, hidden in zip(batches, self.reference.hidden_rows(batches), strict=self.groups.is_last_stage):
                 rows[id(batch)].ref_hidden = hidden

@@ -7,10 +7,10 @@ to the others.
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
-from megagrpo.errors import RelayedError, UserError
+from megagrpo.errors import RelayedError, StopRequested, UserError
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.background import BackgroundWork
@@ -19,6 +19,8 @@ from megagrpo.rollout.engines.base import Engine, EngineError
 from megagrpo.rollout.replica_states import EngineFailure, ReplicaStates
 from megagrpo.rollout.rollouts import CompletionRecord, SampleKey, StepRollouts
 from megagrpo.types import Completion, Prompt, Reward, SamplingParams
+
+STOP_POLL_SECONDS = 0.5  # between two looks, while scores are waited for, at whether they are still wanted
 
 
 class RolloutFailedError(RelayedError):
@@ -76,7 +78,9 @@ class RolloutGenerator:
         self.engine, self.rewards, self.groups, self.is_embedded = engine, rewards, groups, is_embedded
         self.replicas = ReplicaStates(replica_of_rank)
         self.revive: Callable[[], bool] = lambda: False  # starts lost replicas anew when none is left, says if any is. Collective
-        self._stopping = False
+        self._is_closing = False  # shares that run in threads end early
+        self._is_given_up = False  # those that the main thread waits for do
+        self._is_waited_for = False
 
     def generate(self, request: RolloutRequest) -> StepRollouts:
         """Return the scored completions of the prompts, one group each. Collective over all ranks, which pass the same request.
@@ -85,13 +89,15 @@ class RolloutGenerator:
 
         Raises:
             UserError, RolloutFailedError: it failed on some rank; raised on all of them.
+            StopRequested: `give_up` was called on some rank; raised on all of them.
         """
         return self._gather(request, self._attempt(request, range(len(request.prompts))))
 
     def start(self, request: RolloutRequest) -> PendingRollouts:
         """Begin this rank's share of `request` in a thread. Every rank must, and then `finish` it; the engine is taken until it ended."""
         mine = self._deal(request, range(len(request.prompts)))
-        return PendingRollouts(request, BackgroundWork(lambda: self._sample_and_score(request, mine), "generate"))
+        share = BackgroundWork(lambda: self._sample_and_score(request, mine, lambda: self._is_closing), "generate")
+        return PendingRollouts(request, share)
 
     def finish(self, pending: PendingRollouts) -> StepRollouts:
         """Wait for `pending` and return what `generate` would have. Collective over all ranks. Raises as `generate` does."""
@@ -99,39 +105,53 @@ class RolloutGenerator:
 
     def stop(self, pending: PendingRollouts) -> None:
         """Give `pending` up: end it early and wait for its thread. This rank generates nothing any more."""
-        self._stopping = True
+        self._is_closing = True
         while not pending.wait(seconds=0.1):
             self.engine.abort()  # again and again: one that comes before the engine's own start is lost
+
+    def give_up(self) -> None:
+        """End early what all ranks wait for, now and from now on; called again and again, from another thread than the one that waits.
+
+        Rollouts in threads go on to their end: what trains on them is not decided by who stops now.
+        """
+        self._is_given_up = True
+        if self._is_waited_for:
+            self.engine.abort()
 
     # ---- this rank's share
 
     def _attempt(self, request: RolloutRequest, groups: Sequence[int], is_retry: bool = False) -> ScoredCompletions | BaseException:
         """Return this rank's share of `groups`, or what it failed with, which the others are to be told."""
+        self._is_waited_for = True
         try:
-            return self._sample_and_score(request, self._deal(request, groups, is_retry))
+            return self._sample_and_score(request, self._deal(request, groups, is_retry), lambda: self._is_given_up)
         except Exception as error:
             return error
+        finally:
+            self._is_waited_for = False
 
     def _deal(self, request: RolloutRequest, groups: Sequence[int], is_retry: bool = False) -> list[int]:
         prompts = [request.prompts[group] for group in groups]
         costs = [len(prompt.token_ids) + request.completions_per_prompt * request.lengths.expected_tokens(prompt) for prompt in prompts]
         return [groups[number] for number in self.replicas.deal(costs, is_retry)[self.groups.rank]]
 
-    def _sample_and_score(self, request: RolloutRequest, mine: Sequence[int]) -> ScoredCompletions:
+    def _sample_and_score(self, request: RolloutRequest, mine: Sequence[int], is_given_up: Callable[[], bool]) -> ScoredCompletions:
         """Sample the groups `mine`, and score each as soon as it is there. No collective. An engine that fails ends the share early.
 
-        The k-th occurrence of a prompt takes the k-th run of completion indices.
+        The k-th occurrence of a prompt takes the k-th run of completion indices. Once `is_given_up` what is returned means nothing.
         """
         started = time.perf_counter()
         scores: dict[int, Future[list[Reward]]] = {}
         completions: dict[SampleKey, Completion] = {}
         count, failure, life = request.completions_per_prompt, None, self.replicas.life(self.groups.rank)
         for occurrence, groups in self._by_occurrence(request.prompts, mine).items():
-            if self._stopping:
+            if is_given_up():
                 break
             prompts = [request.prompts[group] for group in groups]
 
             def on_group(position: int, group: list[Completion], groups: list[int] = groups, prompts: list[Prompt] = prompts) -> None:
+                if is_given_up():
+                    return
                 completions.update({(groups[position], place): completion for place, completion in enumerate(group)})
                 scores[groups[position]] = self.rewards.submit([prompts[position]] * len(group), group)
 
@@ -144,6 +164,10 @@ class RolloutGenerator:
                 failure = EngineFailure(str(error), self.engine.health().ready, life)
                 break
         generated = time.perf_counter()
+        while not is_given_up() and wait(scores.values(), timeout=STOP_POLL_SECONDS).not_done:
+            pass
+        if is_given_up():
+            return ScoredCompletions({}, {})
         rewards = {(group, place): reward for group, future in scores.items() for place, reward in enumerate(future.result())}
         return ScoredCompletions(completions, rewards, generated - started, time.perf_counter() - generated, failure)
 
@@ -188,7 +212,10 @@ class RolloutGenerator:
 
     def _tell_everyone(self, outcome: ScoredCompletions | BaseException) -> list["_Metadata"]:
         failed = isinstance(outcome, BaseException)
-        everyone = all_gather_metadata(_describe(outcome) if failed else _metadata(outcome, self.groups.rank))
+        gathered = all_gather_metadata((self._is_given_up, _describe(outcome) if failed else _metadata(outcome, self.groups.rank)))
+        if any(is_given_up for is_given_up, _ in gathered):  # before all failures: an engine may have been sent the same signal
+            raise StopRequested
+        everyone = [told for _, told in gathered]
         failures = {rank: told for rank, told in enumerate(everyone) if isinstance(told, _Failure)}
         if failures:
             rank, first = next(iter(failures.items()))

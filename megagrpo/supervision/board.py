@@ -60,6 +60,12 @@ class Board:
         """Say whether a rank left in good order."""
         return self._store.check([f"left/{rank}"])
 
+    def agree_on_stop(self, reason: str | None) -> str | None:
+        """Put up why this rank was asked to stop, where it was; return why the first of all ranks was, None where none was."""
+        if reason is not None:
+            self._store.compare_set("stop", "", reason)
+        return self._store.get("stop").decode() if self._store.check(["stop"]) else None
+
     def confirm_stacks(self) -> None:
         """Say that this rank's stacks are in the run folder."""
         self._store.set(f"stacks/{self.rank}", "1")

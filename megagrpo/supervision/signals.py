@@ -7,10 +7,6 @@ import signal
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # the launcher's or Slurm's, Slurm's --signal, Ctrl-C
 
 
-class StopRequested(Exception):
-    """Leaves the loop on all ranks alike, at a point where the state of the last finished step can be saved."""
-
-
 class SignalPipe:
     """Receives STOP_SIGNALS of this process and hands them to whoever waits.
 

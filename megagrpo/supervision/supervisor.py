@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,7 +36,8 @@ class Supervisor:
     def __init__(self, run_dir: Path, watchdog: WatchdogConfig, rank: int = 0, world_size: int = 1):
         self.run_dir, self.rank, self.world_size = run_dir, rank, world_size
         self.step: int | None = None  # that runs now
-        self.stop_reason: str | None = None  # asked to save and leave: the signal's name, or why
+        self.stop_reason: str | None = None  # asked to save and leave, this rank or another: the signal's name, or why
+        self.while_stopping: Callable[[], None] = lambda: None  # called again and again from then on, by the watching thread
         self.budgets = PhaseBudgets(watchdog)
         self._phases: list[tuple[str, float]] = [(BETWEEN, time.monotonic())]  # innermost last, each with its start
         self._raised: tuple[BaseException, str] | None = None  # the newest exception that left a phase, and that phase
@@ -163,6 +164,8 @@ class Supervisor:
                     self._look(board)
             except RuntimeError:  # the store does not answer
                 self._look_for_the_launcher()
+            if self.stop_reason is not None:
+                self.while_stopping()
 
     def _look_for_the_launcher(self) -> None:
         """Without its launcher the run is nobody's any more, and the store is gone: save and stop."""
@@ -188,6 +191,7 @@ class Supervisor:
         self.stop_reason = self.stop_reason or reason
 
     def _look(self, board: Board) -> None:
+        self.stop_reason = board.agree_on_stop(self.stop_reason)
         first = board.first_failure()
         if first is None and self._peer_failed_at is None:
             self._look_for_the_dead(board)

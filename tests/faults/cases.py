@@ -19,8 +19,15 @@ def raises(name, point, step, rank=LAST, action="raise", error="RuntimeError: in
     return [Case(name, "resumes", [at(point, action, step, rank)], says=rf"rank {rank} failed in step {step}, phase \w+: {error}")]
 
 
-def stopped(name, point, step, action, rank=LAST):
-    return [Case(name, "stops", [at(point, action, step, rank)], says="stopped by SIG.*; the same command goes on from there")]
+def stopped(name, point, step, action, rank=LAST, says="", more=(), **where):
+    says = f"stopped by SIG.*; {says}the same command goes on from there"
+    return [Case(name, "stops", [at(point, action, step, rank, **where), *more], says)]
+
+
+def stopped_while_decoding(name, step, action, skip=0):
+    """The pass that the stop comes in takes long enough for it to reach both ranks; on any of them the next pass is an error."""
+    slow, next_pass = at("decode.enter", "slow", step, None, skip=skip), at("decode.enter", "raise", step, None, skip=skip + 1)
+    return stopped(name, "decode.enter", step, action, more=[slow, next_pass], skip=skip)
 
 
 KILLS = Chain(
@@ -71,17 +78,29 @@ ERRORS = Chain(
 SIGNALS = Chain(
     "signals",
     2,
-    ["parallel.pp=2", "checkpoint.every=100"],  # what is found again was saved by the stop alone
+    # What is found again was saved by the stop alone. Two mini-batches: the log-probs before the update take a pass of their own.
+    ["parallel.pp=2", "checkpoint.every=100", "evaluation.every=4", "update.mini_batches_per_step=2"],
     [
-        stopped("SIGTERM while it generates", "generate.enter", 1, "term"),
-        stopped("SIGUSR1 in the backward pass", "forward_backward.enter", 2, "usr1", rank=0),
-        stopped("SIGTERM on both ranks after an update", "apply.leave", 3, "term", rank=None),
-        stopped("Ctrl-C while the engine loads weights", "load_weights.enter", 4, "interrupt"),
+        stopped_while_decoding("SIGTERM in the first evaluation", None, "term"),
+        stopped_while_decoding("SIGTERM while it generates", 1, "term", skip=2),
+        stopped(
+            "SIGUSR1 in the pass before the backward pass",
+            "logprobs.enter",
+            2,
+            "usr1",
+            rank=0,
+            says="step 2 was given up; ",
+            more=[at("forward_backward.enter", "raise", 2, None)],
+        ),
+        stopped("SIGUSR1 in the first backward pass", "forward_backward.enter", 3, "usr1", rank=0, says="step 3 was given up; "),
+        stopped("SIGTERM while a finished step is evaluated", "evaluate.enter", 4, "term"),
+        stopped("SIGTERM on both ranks after an update", "apply.leave", 5, "term", rank=None),
+        stopped("Ctrl-C while the engine loads weights", "load_weights.enter", 6, "interrupt"),
         [
             Case(
                 "Ctrl-C twice",
                 "resumes",
-                [at("update.enter", "interrupt_twice", 5)],
+                [at("update.enter", "interrupt_twice", 7)],
                 says="interrupted twice: left at once, without saving",
             )
         ],
@@ -132,7 +151,7 @@ SHORT = Chain(
         killed("killed after the weights are updated", "apply.leave", 2, rank=0),
         killed("killed before a save", "checkpoint.enter", 3),
         raises("an error while its peer waits", "exchange.enter", 4, rank=0),
-        stopped("SIGTERM while it generates", "generate.enter", 5, "term"),
+        stopped_while_decoding("SIGTERM while it generates", 5, "term", skip=2),
         STALLS.launches[1],
     ],
 )

@@ -27,8 +27,10 @@ from pathlib import Path
 
 FUNCTIONS = {
     "generate": "megagrpo.rollout.engines.transformers:TransformersEngine.generate",
+    "decode": "megagrpo.rollout.engines.transformers:TransformersEngine._forward",
     "score": "megagrpo.rewards.dispatch:Dispatcher.run",
     "exchange": "megagrpo.policy.update:exchange_completions",
+    "logprobs": "megagrpo.policy.actor:Actor.logprobs",
     "forward_backward": "megagrpo.policy.actor:Actor.forward_backward",
     "apply": "megagrpo.policy.actor:Actor.apply_gradients",
     "load_weights": "megagrpo.rollout.engines.transformers:TransformersEngine.load",
