@@ -22,6 +22,8 @@ from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.plan import PublishPlan
 from megagrpo.weights.probe import LogprobProbe
 from megagrpo.weights.publisher import Publisher
+from megagrpo.weights.quantize import quantize_sources
+from megagrpo.weights.quantized_reader import QuantizingReader
 from megagrpo.weights.reader import SliceReader
 from megagrpo.weights.remote import RemotePublisher
 from megagrpo.weights.sources import build_sources
@@ -73,6 +75,7 @@ def build_transport(
     timeout_seconds: float,
     folder: Path | None = None,
     delta: bool = False,
+    quantize: bool = False,
 ) -> Transport:
     """Plan a model's way to the engines and return what carries it out. Collective over all ranks.
 
@@ -83,15 +86,17 @@ def build_transport(
         bucket_bytes: a rank's memory stays within two of these, but for a fused parameter that is larger.
         folder: of `disk`.
         delta: send only what changed; of `shared_memory` and layout `sharded`.
+        quantize: send linear layers and experts as blockwise float8; of layout `full`.
     """
     groups, hf = model.groups, model.hf
     kind = TRANSPORTS[name]
     sources = build_sources(model.rules.rules, hf, groups.layout, model.dims.padded_vocab_size)
+    sources = list(quantize_sources(sources)) if quantize else sources
     plan = PublishPlan(sources, groups.layout, grid, hf.head_dim, dtype.itemsize, SLOTS * bucket_bytes // kind.buckets_alive)
     token, digest = secrets.token_hex(4), plan.hash
     gathered = all_gather_metadata((token, digest))
     assert len({digest for _, digest in gathered}) == 1, f"ranks planned differently: {gathered}"
-    reader = SliceReader(model, plan, groups.rank)
+    reader = (QuantizingReader if quantize else SliceReader)(model, plan, groups.rank)
     context = TransportContext(plan, reader, groups.rank, groups.world_size, tuple(owners), dtype, timeout_seconds, gathered[0][0])
     if delta:
         return DeltaTransport(context)

@@ -7,7 +7,7 @@ import torch
 from megagrpo.models.build import StageModel
 from megagrpo.models.slices import HFSlices
 from megagrpo.weights.boxes import Box, box_after, shift, slices
-from megagrpo.weights.plan import PublishPlan, Transfer
+from megagrpo.weights.plan import Bucket, PublishPlan, Transfer
 from megagrpo.weights.sources import box_held, holders_with
 
 
@@ -21,6 +21,9 @@ class SliceReader:
         for source in plan.sources.values():
             if (found := holders_with(source, rank, plan.trainer)) and (box := box_held(source, found[0], plan.trainer)):
                 self._origins[source.name] = tuple(start for start, _ in box)
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Make ready to read what is sent of a bucket. Every rank calls it: it may be collective."""
 
     def read(self, transfer: Transfer) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield (place in the target's grid, tensor of that shape) of a transfer; of stacked experts one by one."""

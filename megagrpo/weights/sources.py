@@ -91,6 +91,8 @@ def box_held(source: SourceTensor, holders: Holders, layout: ParallelLayout) -> 
         each = source.shape[0] // layout.ep
         first = place // layout.expert_tp * each
         box[0] = (first, first + each)
+        if source.split is None and shard:
+            return None  # the first rank of those that split the expert sends what each of them holds
     if source.split is not None:
         each = source.split_size // shards
         end = source.shape[source.split]

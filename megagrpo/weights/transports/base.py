@@ -125,6 +125,7 @@ class Transport(ABC):
     def write(self, bucket: int, slot: int) -> None:
         """Bring this rank's slices of a bucket to their places; when all ranks have, the slots are complete. Collective over all ranks."""
         try:
+            self.context.reader.prepare(self.plan.buckets[bucket])
             self.write_slices(bucket, slot)
         finally:
             self.context.reader.forget()  # its copies are of the weights of this version

@@ -91,12 +91,12 @@ def owner_of(replica: int, world: int, replicas: int) -> int:
 
 
 def publisher_of(
-    model: StageModel, grid: EngineGrid, transport: str, dtype: torch.dtype, folder: Path, delta: bool = False
+    model: StageModel, grid: EngineGrid, transport: str, dtype: torch.dtype, folder: Path, delta: bool = False, quantize: bool = False
 ) -> RemotePublisher:
     groups = model.groups
     owners = [owner_of(replica, groups.world_size, grid.replicas) for replica in range(grid.replicas)]
     replica = groups.rank * grid.replicas // groups.world_size
-    built = build_transport(transport, model, grid, owners, dtype, BUCKET_BYTES, 60.0, folder, delta)
+    built = build_transport(transport, model, grid, owners, dtype, BUCKET_BYTES, 60.0, folder, delta, quantize)
     engine = ReceivingEngine(owners[replica] == groups.rank, grid.tp)
     return RemotePublisher(WeightExporter(model), engine, replica, built)
 
@@ -141,6 +141,42 @@ def check_model(folder: Path, layout: str, groups, scratch: Path) -> None:
             assert metrics["publish/written_bytes"] == (kept - padding * dtype.itemsize) * grid.replicas, what
             limit = max(2 * BUCKET_BYTES, publisher.transport.buckets_alive * publisher.transport.slot_bytes)
             assert metrics["publish/peak_bytes"] <= limit * (grid.tp if grid.layout == "sharded" else 1), what
+
+
+def quantize_dense(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A whole weight as float8 and scales, by DeepGEMM's `per_block_cast_to_fp8` (deep_gemm/utils/math.py) with scales of any value."""
+    rows, columns = tensor.shape
+    padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 128) * 128)
+    padded[:rows, :columns] = tensor
+    blocks = padded.view(-1, 128, padded.shape[1] // 128, 128)
+    scales = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / 448.0
+    quantized = (blocks * (1.0 / scales)).to(torch.float8_e4m3fn)
+    return quantized.view_as(padded)[:rows, :columns].contiguous(), scales.view(blocks.shape[0], blocks.shape[2])
+
+
+def check_quantized(folder: Path, layout: str, groups, scratch: Path) -> None:
+    """Engines receive the tensors of a blockwise float8 checkpoint, to the bit, wherever the blocks lie: here most span tp ranks."""
+    hf = read_hf_config(folder)
+    sp = groups.tp.size() > 1 and hf.num_experts is not None
+    config = build_transformer_config(hf, groups, build_precision("fp32"), sp)
+    model = load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False)
+    expected = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if re.search(r"\.([qkvo]|gate|up|down)_proj\.weight$", name):
+            expected[name], expected[f"{name}_scale_inv"] = quantize_dense(tensor)
+        else:
+            expected[name] = tensor.to(torch.bfloat16)
+    for transport, grid in (("shared_memory", EngineGrid(2, 2)), ("group", EngineGrid(1, 1)), ("disk", EngineGrid(3, 1))):
+        publisher = publisher_of(model, grid, transport, torch.bfloat16, scratch, quantize=True)
+        metrics = publisher.publish(1).metrics
+        what = f"{folder.name} {layout} {transport} quantised"
+        assert metrics["publish/kept_ratio"] == 1.0, what
+        assert metrics["publish/written_bytes"] == grid.replicas * sum(tensor.nbytes for tensor in expected.values()), what
+        for received in publisher.engine.received if publisher.engine.is_owner else []:
+            assert received.keys() == expected.keys(), f"{what}: {received.keys() ^ expected.keys()}"
+            for name, tensor in expected.items():
+                assert received[name].dtype == tensor.dtype, f"{what}: {name}"
+                assert torch.equal(received[name].view(torch.uint8), tensor.view(torch.uint8)), f"{what}: {name}"
 
 
 def check_faults(folder: Path, groups, scratch: Path) -> None:
@@ -286,6 +322,8 @@ def main() -> None:
             if read_hf_config(folder).num_experts is None and {"ep", "etp"} & sizes.keys():
                 continue
             check_model(folder, layout, groups, Path(scratch))
+            if folder.name in ("qwen2", "qwen3_moe"):
+                check_quantized(folder, layout, groups, Path(scratch))
             if folder.name in ("qwen2", "qwen3_moe") and "vpp" not in sizes:
                 check_probe(folder, layout, groups, sizes)
         if layout == layouts[0]:
