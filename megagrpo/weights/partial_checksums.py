@@ -44,7 +44,7 @@ def compute_share(part: torch.Tensor, place: Box, shape: tuple[int, ...]) -> int
 
 
 def combine_shares(shares: Iterable[int], nbytes: int) -> str:
-    """Return the checksum, as `checksum_of` writes it, of a tensor of `nbytes` bytes from the shares of all its parts that are not zeros."""
+    """Return the checksum, as `checksum_of` writes it, of a tensor of `nbytes` bytes from the shares of its parts that are not zeros."""
     checksum = int(_advance(np.uint32(_ALL_ONES), nbytes)) ^ _ALL_ONES
     for share in shares:
         checksum ^= share
