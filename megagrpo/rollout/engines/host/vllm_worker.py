@@ -7,7 +7,6 @@ import zlib
 from typing import Any
 
 import torch
-from cuda_ipc import open_device_tensors
 from manifest import BucketManifest, ManifestError, build_ack, open_tensors
 from vllm.platforms import current_platform
 
@@ -15,9 +14,6 @@ if current_platform.is_cpu():
     import vllm_cpu
 
     vllm_cpu.apply_fixes()
-
-
-_OWNERS_DEVICE = 0  # the server sees its owner's GPU first
 
 
 class WeightReceiver:
@@ -31,11 +27,8 @@ class WeightReceiver:
         """Verify a whole bucket, then load it; the acknowledgement of `manifest.build_ack`."""
         try:
             manifest = BucketManifest.from_json(manifest_json)
-            if manifest.transport == "ipc":
-                tensors = list(open_device_tensors(manifest, self.rank, _OWNERS_DEVICE))
-            else:
-                current = dict(self._model().named_parameters()) if manifest.layout == "sharded" else None
-                tensors = list(open_tensors(manifest, self.rank, current))  # all are verified before the first is loaded
+            current = dict(self._model().named_parameters()) if manifest.layout == "sharded" else None
+            tensors = list(open_tensors(manifest, self.rank, current))  # all are verified before the first is loaded
             if manifest.layout == "full":
                 self._note_loaded(manifest.version, self._model().load_weights(tensors))
             else:
