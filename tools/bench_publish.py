@@ -5,14 +5,16 @@
     python tools/bench_publish.py --simulate                     # plans for 671 B parameters and 2,048 ranks, on paper; minutes
 
 Without `--simulate`, SmolLM2-135M from TP1 PP2 (where examples/smollm2_arithmetic/prepare.py has made it) and a random model of 123 M
-parameters from TP2 PP2 are published by shared memory, in float32, by three methods:
+parameters from TP2 PP2 are published in float32, on one machine, by four methods:
 
     slices, sharded          each rank copies its slices to where the engine's rank keeps them, in fused parameters
     slices, full             the same into full tensors, which the engine's loader cuts
+    group, sharded           each rank sends its slices to the engine's rank through a process group (gloo), as between machines
     gather and safetensors   full tensors are gathered on every rank, one saves a file, the engine loads it
 
     gather, transfer, load_seconds   bringing full tensors together; writing slices or the file (conversion included); in the engine. In
-                                     the first two methods the engine loads a bucket while the next is written: total is not their sum
+                                     the first three methods the engine loads a bucket while the next is written: total is not their
+                                     sum. Through a group writing is making checksums, and receiving is part of loading
     moved_bytes                      between ranks, and into the memory or file that the engine reads
     peak_extra_bytes                 the fullest rank's memory beside the model, files in memory included
 

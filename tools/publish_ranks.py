@@ -26,6 +26,7 @@ from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.parallel.groups import all_gather_metadata, build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
 from megagrpo.rollout.engines.host.manifest import BucketManifest, TensorEntry, build_ack, checksum_of, open_tensors  # noqa: E402
+from megagrpo.rollout.engines.host.transfer_group import GroupAddress, TransferGroup  # noqa: E402
 from megagrpo.weights.build import build_transport  # noqa: E402
 from megagrpo.weights.export import WeightExporter  # noqa: E402
 from megagrpo.weights.publisher import agree  # noqa: E402
@@ -41,9 +42,15 @@ def serve_buckets(connection) -> None:
     """The receiving process of `--engine stub`: verifies buckets and copies them into tensors of its own, as an engine's worker does."""
     torch.set_num_threads(1)
     parameters: dict[str, torch.Tensor] = {}
-    while (text := connection.recv()) is not None:
-        manifest = BucketManifest.from_json(text)
-        for name, tensor in open_tensors(manifest):
+    group = None
+    while (message := connection.recv()) is not None:
+        if isinstance(message, GroupAddress):
+            group = TransferGroup(message, message.rank_offset)
+            connection.send("joined")
+            continue
+        manifest = BucketManifest.from_json(message)
+        memory = group.receive(manifest) if manifest.transport == "group" else None
+        for name, tensor in open_tensors(manifest, memory=memory):
             parameters.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
         connection.send(build_ack(manifest))
 
@@ -51,7 +58,8 @@ def serve_buckets(connection) -> None:
 class StubEngine:
     """A process that receives buckets, in place of an engine."""
 
-    engine_ranks, dtype, weight_version = 1, torch.float32, None
+    engine_ranks, dtype, weight_version, transfer_group = 1, torch.float32, None, None
+    address = "http://127.0.0.1:0"
 
     def __init__(self, is_owner: bool):
         self.is_owner = is_owner
@@ -64,14 +72,20 @@ class StubEngine:
     def begin_update(self, version: int) -> None:
         """Do nothing."""
 
+    def join_group(self, address: GroupAddress) -> None:
+        """Have the process join."""
+        self._ask(address)
+        self.transfer_group = address.group_name
+
     def receive(self, manifest: BucketManifest) -> list[dict]:
         """Send the manifest over and wait for the acknowledgement."""
-        if not self.is_owner:
-            return []
-        self.connection.send(manifest.to_json())
+        return [self._ask(manifest.to_json())] if self.is_owner else []
+
+    def _ask(self, message: GroupAddress | str) -> object:
+        self.connection.send(message)
         if not self.connection.poll(TIMEOUT_SECONDS):
             raise TimeoutError("the receiving process does not answer")
-        return [self.connection.recv()]
+        return self.connection.recv()
 
     complete_update = serve_update = commit_update = begin_update
 
@@ -163,15 +177,14 @@ def main() -> None:
     exporter = WeightExporter(model)
     version = 0
     try:
-        for method in ("slices, sharded", "slices, full", "gather and safetensors"):
+        for method in ("slices, sharded", "slices, full", "group, sharded", "gather and safetensors"):
             started = time.perf_counter()
             if method == "gather and safetensors":
                 publish = lambda number: by_files(exporter, engine, number, Path("/dev/shm"))  # noqa: E731
             else:
-                layout = method.split(", ")[1]
-                transport = build_transport(
-                    "shared_memory", model, EngineGrid(1, 1, 1, layout), [0], torch.float32, BUCKET_BYTES, TIMEOUT_SECONDS
-                )
+                way, layout = method.split(", ")
+                kind = "group" if way == "group" else "shared_memory"
+                transport = build_transport(kind, model, EngineGrid(1, 1, 1, layout), [0], torch.float32, BUCKET_BYTES, TIMEOUT_SECONDS)
                 publisher = RemotePublisher(exporter, engine, 0, transport)
                 publish = lambda number, publisher=publisher: by_slices(publisher, number)  # noqa: E731
             plan_seconds = time.perf_counter() - started

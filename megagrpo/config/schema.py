@@ -122,7 +122,7 @@ class WeightsConfig(Section):
         "once a comparison with the loader's result, bit for bit, has passed, else full",
     )
     transport: Literal["auto", "shared_memory", "group", "disk", "ipc"] = Field(
-        "auto", description="auto: shared_memory where all ranks are on one host, else group"
+        "auto", description="auto: shared_memory where all ranks and engines are on one host, else group: straight to the engines' ranks"
     )
     folder: str | None = Field(None, description="of transport disk: a folder that engines reach too; null: DIR/weights")
     delta: bool = Field(

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 
@@ -44,23 +45,39 @@ TRANSPORTS: dict[str, type[Transport]] = {
 PROBE_MAX_GAP = {"fp32": 1e-3}
 PROBE_MAX_GAP_ROUNDED = 0.5
 
+GROUP_WAITS_IN_A_REQUEST = 4  # a first engine rank's for the trainer, the others' for it (twice as long), and some time to load
 
-def choose_transport(wanted: str, offered: Sequence[str]) -> str:
+
+def is_own_address(host: str) -> bool:
+    """Say whether `host` is this machine: only its own addresses can be bound."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def choose_transport(wanted: str, offered: Sequence[str], engine_host: str) -> str:
     """Return the transport of a run. Collective over all ranks.
 
-    `auto`: shared memory where all ranks are on one machine, else the process group, whose owners are on their engines' machines.
+    `auto`: shared memory where all ranks and engines are on one machine, else a process group with the engines' ranks.
+
+    Args:
+        engine_host: of this rank's engine.
 
     Raises:
-        UserError: `shared_memory` with ranks on several machines, `ipc` without CUDA, or a transport that the engine does not read.
+        UserError: `shared_memory` over several machines, `ipc` without CUDA, or a transport that the engine does not read.
     """
-    hosts = set(all_gather_metadata(socket.gethostname()))
+    places = all_gather_metadata((socket.gethostname(), engine_host, is_own_address(engine_host)))
+    hosts = {host for host, *_ in places} | {engine for _, engine, is_here in places if not is_here}
     name = wanted if wanted != "auto" else "shared_memory" if len(hosts) == 1 else "group"
     if name == "shared_memory" and len(hosts) > 1:
-        raise UserError(f"weights.transport: shared_memory: the ranks are on {len(hosts)} hosts; take group or disk")
+        raise UserError(f"weights.transport: shared_memory: ranks and engines are on {len(hosts)} hosts; take group or disk")
     if name == "ipc" and not has_cuda():
         raise UserError("weights.transport: ipc: opens GPU memory in the engine's process; there is no CUDA device here")
-    carrier = "shared_memory" if name == "group" else name
-    if carrier not in offered:
+    if name not in offered:
         raise UserError(f"weights.transport: {name}: the engine reads {', '.join(offered)}")
     return name
 
@@ -119,14 +136,16 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
     num_replicas = config.engine.num_replicas
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
-    name = choose_transport(weights.transport, engine.transports)
+    name = choose_transport(weights.transport, engine.transports, urlsplit(engine.address).hostname or "")
     if weights.delta and name != "shared_memory":
         raise UserError(f"weights.delta: true: needs transport shared_memory, here it is {name}")
     grid = EngineGrid(num_replicas, config.engine.tensor_parallel)
 
     def transport(grid: EngineGrid) -> Transport:
         folder = Path(weights.folder or Path(config.run.dir) / "weights")
-        timeout = config.run.collective_timeout_seconds
+        timeout = float(config.run.collective_timeout_seconds)
+        if name == "group":  # an engine must answer that nothing came before its own silence is taken for its end
+            timeout = min(timeout, config.engine.request_timeout_seconds / GROUP_WAITS_IN_A_REQUEST)
         delta = weights.delta and grid.layout == "sharded"
         return build_transport(name, model, grid, owners, engine.dtype, weights.bucket_bytes, timeout, folder, delta)
 

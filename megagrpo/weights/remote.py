@@ -9,44 +9,14 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
 
 from megagrpo.rollout.engines.base import EngineError
-from megagrpo.rollout.engines.host.manifest import BucketManifest
 from megagrpo.rollout.engines.http_client import EngineUnreachable
-from megagrpo.weights.acknowledgements import Ack, check_acks, describe_difference
+from megagrpo.weights.acknowledgements import check_acks, describe_difference
+from megagrpo.weights.bucket_engine import BucketEngine
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.publisher import Publisher, PublishError, PublishStats, Stages, agree
 from megagrpo.weights.transports.base import SLOTS, Transport
-
-
-class BucketEngine(Protocol):
-    """What is needed of an engine. Every rank has one; a rank that does not own its server goes through the calls and sends nothing."""
-
-    is_owner: bool
-    engine_ranks: int
-
-    @property
-    def weight_version(self) -> int | None:
-        """The version that serves; None: none does."""
-
-    def begin_update(self, version: int) -> None:
-        """Open a transaction."""
-
-    def receive(self, manifest: BucketManifest) -> list[Ack]:
-        """Have the engine's ranks verify and load a bucket; return what each acknowledges."""
-
-    def complete_update(self, version: int) -> None:
-        """Close the transaction: drop caches. The version does not serve yet; nothing but the probe is answered."""
-
-    def serve_update(self, version: int) -> None:
-        """Serve the version that is complete."""
-
-    def abort_update(self) -> None:
-        """Give the open transaction up, or the version that is complete and does not serve yet."""
-
-    def parameter_checksums(self) -> list[dict[str, str]]:
-        """Return the checksums of every engine rank's own parameters, by name. Raises EngineError if it can't tell."""
 
 
 class RemotePublisher(Publisher):
@@ -118,6 +88,7 @@ class RemotePublisher(Publisher):
             candidate.close()
         self._sharded = None
         if not problems:
+            self.transport.close()  # for good: what it kept for its next publish goes too
             self.transport = candidate
             return [f"{what}: equal to what the engine's loader made, bit for bit; used from now on"]
         if self._requires_sharded:
@@ -130,6 +101,7 @@ class RemotePublisher(Publisher):
         base = self._base_version(version, chosen)
         agree(lambda: self._begin(version, chosen, base), f"weight version {version}: begin")
         agree(transport.attach, f"weight version {version}: attach")
+        agree(lambda: transport.connect(self.engine), f"weight version {version}: connect")
         pending: Future[int] | None = None
         acknowledged = 0
         for bucket in range(len(transport.plan.buckets)):
@@ -139,14 +111,15 @@ class RemotePublisher(Publisher):
             with stages.stage("checksum_and_wait"):
                 # The other slot is free once the bucket before is acknowledged; all ranks must know before they write there.
                 def check(bucket: int = bucket, slot: int = slot, pending: Future[int] | None = pending) -> tuple[dict, int]:
-                    return transport.checksums(bucket, slot), pending.result() if pending else 0
+                    return transport.checksums(bucket, slot), self._finish(pending)
 
                 found = agree(check, f"weight version {version}")
                 acknowledged += sum(count for _, count in found)
             checksums = {key: checksum for part, _ in found for key, checksum in part.items()}
+            transport.deliver(bucket, slot)
             pending = hand_over.submit(self._hand_over, version, bucket, slot, checksums, stages) if takes_part else None
         with stages.stage("checksum_and_wait"):
-            acknowledged += sum(agree(lambda: pending.result() if pending else 0, f"weight version {version}"))
+            acknowledged += sum(agree(lambda: self._finish(pending), f"weight version {version}"))
         with stages.stage("commit"):
             self._owners_first(self.engine.complete_update, version, takes_part, "commit")
         with stages.stage("probe"):
@@ -161,6 +134,12 @@ class RemotePublisher(Publisher):
         for is_owner in (True, False):
             takes_it = takes_part and self.engine.is_owner == is_owner
             agree(lambda takes_it=takes_it: step(version) if takes_it else None, f"weight version {version}: {what}")
+
+    def _finish(self, pending: Future[int] | None) -> int:
+        """Wait for the bucket that is on its way; return the bytes that this rank's engine acknowledged."""
+        acknowledged = pending.result() if pending else 0
+        self.transport.wait_delivered()
+        return acknowledged
 
     def _own_checksums(self) -> list[dict[str, str]] | str:
         """Return what the engine says of its parameters, or why it says nothing."""

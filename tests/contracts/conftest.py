@@ -1,5 +1,8 @@
 """Fixtures of the engine contract: an engine of every registered kind, and the weights it is given."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from engine_contract import SERVER_NAMES
@@ -8,6 +11,8 @@ from megagrpo.config.engine_checks import EMBEDDED_ENGINES
 from megagrpo.config.schema import EngineConfig
 from megagrpo.rollout.engines import ENGINES
 from megagrpo.types import Prompt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 PROMPTS = ["1+2=", "hello there, you", "a", "xyz 1234"]
 
@@ -42,6 +47,18 @@ def build_engine(request, tiny_hf_folder, server_address):
     yield build_engine
     for engine in built:
         engine.close()
+
+
+@pytest.fixture
+def publish_through_a_group():
+    """A function (engine name, address, HF folder): trainer ranks publish to the server through a process group; see the worker."""
+    from torchrun_launch import run_torchrun
+
+    def publish(name, address, folder):
+        worker = Path(__file__).with_name("group_publish_worker.py")
+        assert f"GROUP OK {name}" in run_torchrun(2, [str(worker)], name, address, folder)
+
+    return publish
 
 
 @pytest.fixture

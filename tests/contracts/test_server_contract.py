@@ -267,6 +267,11 @@ def test_a_server_whose_workers_die_is_told_started_anew_and_generates_the_same(
         engine.close()
 
 
+@pytest.mark.parametrize("name", [pytest.param("vllm", marks=SERVER_MARKS)])  # SGLang's: test_sglang_engine.py
+def test_trainer_ranks_publish_straight_to_the_servers_ranks(name, server_address, tiny_hf_folder, publish_through_a_group):
+    publish_through_a_group(name, server_address(name), tiny_hf_folder("qwen3", tie_word_embeddings=True))
+
+
 @server_names
 def test_a_model_that_the_engine_does_not_know_is_one_line_at_the_start(name, tiny_hf_folder, tmp_path):
     shutil.copytree(tiny_hf_folder("qwen3"), tmp_path / "model")

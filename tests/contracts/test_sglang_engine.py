@@ -199,3 +199,7 @@ def test_an_unreadable_instruction_is_refused_and_the_server_lives(connect, mode
     with pytest.raises(EngineError, match="not an instruction"):
         engine.client.call("/update_weights_from_tensor", {"serialized_named_tensors": [payload], "load_format": "megagrpo_manifest"})
     assert_sampled_by(models[0], prompts, engine.generate(prompts, params(), [0]))
+
+
+def test_trainer_ranks_publish_straight_to_the_servers_ranks(server, tiny_hf_folder, publish_through_a_group):
+    publish_through_a_group("sglang", server.address, tiny_hf_folder(FAMILY, **SHAPE))

@@ -14,6 +14,7 @@ from megagrpo.rollout.engines.base import Engine, EngineError, EngineHealth, OnG
 from megagrpo.rollout.engines.hf_model import end_token_ids, load_from_folder
 from megagrpo.rollout.engines.host.manifest import BucketManifest
 from megagrpo.rollout.engines.host.probe_requests import probe_request_id
+from megagrpo.rollout.engines.host.transfer_group import GroupAddress
 from megagrpo.rollout.engines.http_client import EngineClient, EngineUnreachable
 from megagrpo.rollout.engines.owned_server import OwnedServer
 from megagrpo.rollout.engines.remote_requests import request_completions
@@ -40,6 +41,7 @@ class RemoteEngine(ServerProtocol, Engine):
     Attributes:
         engine_ranks: processes that hold a part of the model, each of which acknowledges a bucket.
         is_owner: whether this process publishes to the server.
+        transfer_group: the name of the process group that the server's ranks have joined for updates; None: none that is known.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RemoteEngine(ServerProtocol, Engine):
         self.end_token_ids = end_token_ids(model_folder, self._hf, self.tokenizer)
         self._tensor_shapes = checkpoint_shapes(self._hf, dtype)
         self._closed = self._asleep = self._aborted = False
+        self.transfer_group: str | None = None
         self._lost: str | None = None  # why the server can't be reached any more
         address = address or _only(config.addresses)
         if address and load_weights:
@@ -141,6 +144,18 @@ class RemoteEngine(ServerProtocol, Engine):
         self._require("empty", "serving", "updating", "stale")
         with self._noting_loss():
             self._weights.load(named_tensors)
+
+    def join_group(self, address: GroupAddress) -> None:
+        """Have the server's ranks join a process group with the trainer's, through which buckets of transport `group` come.
+
+        Raises:
+            EngineError: a rank can't, or not all members come in time.
+        """
+        self._require("empty", "serving", "updating", "stale")
+        self.transfer_group = None
+        with self._noting_loss():
+            self.send_group(address)
+        self.transfer_group = address.group_name
 
     def receive(self, manifest: BucketManifest) -> list[Ack]:
         """Have the server take one bucket of the open update, and return what its ranks acknowledge.
@@ -244,7 +259,7 @@ class RemoteEngine(ServerProtocol, Engine):
             self.client.close()
             self.client = EngineClient(address, self.config.request_timeout_seconds, self._describe_end)
         self.forget_weights()
-        self._asleep, self._lost = False, None
+        self._asleep, self._lost, self.transfer_group = False, None, None
 
     def forget_weights(self) -> None:
         """Take the server for empty, whatever it holds: it generates after the next whole update, which may be to any version."""

@@ -9,6 +9,7 @@ import torch
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.completions import Sample
 from megagrpo.rollout.engines.host.manifest import BucketManifest
+from megagrpo.rollout.engines.host.transfer_group import GroupAddress
 from megagrpo.rollout.engines.http_client import Call
 from megagrpo.rollout.engines.python_environment import EnginePackage
 from megagrpo.rollout.engines.remote_weights import Ack
@@ -26,7 +27,7 @@ class ServerProtocol(ABC):
 
     package: ClassVar[EnginePackage]
     health_path: ClassVar[str] = "/health"
-    transports: tuple[str, ...] = ("shared_memory", "disk", "ipc")
+    transports: tuple[str, ...] = ("shared_memory", "group", "disk", "ipc")
 
     @abstractmethod
     def server_command(self, python: str, port: int) -> list[str]:
@@ -54,6 +55,10 @@ class ServerProtocol(ABC):
     @abstractmethod
     def pause(self, abort: bool) -> None:
         """Stop decoding; requests that are on their way wait, or end now if `abort`. Pausing again is no error."""
+
+    @abstractmethod
+    def send_group(self, address: GroupAddress) -> None:
+        """Have every engine rank join a group with the trainer's ranks, and leave the one before. Raises EngineError if one can't."""
 
     @abstractmethod
     def send_bucket(self, manifest: BucketManifest) -> list[Ack]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from megagrpo.rollout.engines.host.sglang_instructions import (
     describe_body,
     load_body,
     read_reply,
+    receive_body,
     serve_body,
 )
+from megagrpo.rollout.engines.host.transfer_group import GroupAddress
 from megagrpo.rollout.engines.http_client import Call
 from megagrpo.rollout.engines.python_environment import PACKAGES
 from megagrpo.rollout.engines.remote import HOST_FOLDER, RemoteEngine
@@ -132,9 +135,15 @@ class SglangEngine(RemoteEngine):
         if abort:
             self.client.call("/abort_request", {"abort_all": True})
 
+    def send_group(self, address: GroupAddress) -> None:
+        self.client.call("/init_weights_update_group", asdict(address))
+
     def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
         # Open already for all buckets but the first, and where a trainer ended in the middle.
         self._call_session("/begin_weight_update", "session is already open")
+        if manifest.transport == "group":
+            body = receive_body(manifest.to_json(), manifest.location["group"])
+            return read_reply(self.client.call("/update_weights_from_distributed", body)["message"])
         return self._instruct(load_body(manifest.to_json()))
 
     def commit_weights(self, version: int) -> None:

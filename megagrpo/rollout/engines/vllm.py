@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from megagrpo.device.launch import thread_environment
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.completions import Sample
 from megagrpo.rollout.engines.host.manifest import BucketManifest
+from megagrpo.rollout.engines.host.transfer_group import GroupAddress
 from megagrpo.rollout.engines.http_client import Call
 from megagrpo.rollout.engines.python_environment import PACKAGES
 from megagrpo.rollout.engines.remote import HOST_FOLDER, RemoteEngine
@@ -32,11 +34,12 @@ class VllmEngine(RemoteEngine):
     """
 
     package = PACKAGES["vllm"]
+    _in_transfer = False  # between /start_weight_update and /finish_weight_update
 
     @property
     def transports(self) -> tuple[str, ...]:
         """CUDA IPC where the server computes on the GPUs of the ranks."""
-        return ("shared_memory", "disk", "ipc") if self.device.type == "cuda" else ("shared_memory", "disk")
+        return tuple(name for name in super().transports if name != "ipc" or self.device.type == "cuda")
 
     @property
     def _tokenizer_folder(self) -> str | None:
@@ -58,6 +61,7 @@ class VllmEngine(RemoteEngine):
             "tensor_parallel_size": self.config.tensor_parallel,
             "worker_extension_cls": "vllm_worker.WeightReceiver",
             "scheduler_cls": "vllm_scheduler.build_scheduler",
+            "weight_transfer_config": {"backend": "megagrpo"},  # of host/vllm_transfer.py
             "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, not of the raw logits
             "generation_config": "vllm",  # the folder's own sampling defaults would change what is sampled
             "load_format": "auto" if self.load_weights else "dummy",
@@ -131,10 +135,26 @@ class VllmEngine(RemoteEngine):
     def pause(self, abort: bool) -> None:
         self.client.call(f"/pause?mode={'abort' if abort else 'keep'}")
 
+    def send_group(self, address: GroupAddress) -> None:
+        if any(answer["is_open"] for answer in self._ask_workers("describe_transfer")):  # the last one ended in the middle
+            self.client.call("/finish_weight_update", {})
+        self._in_transfer = False
+        self.client.call("/init_weight_transfer_engine", {"init_info": asdict(address)})
+        self._call_workers("describe_transfer")
+
     def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
-        return self._call_workers("receive_bucket", manifest.to_json())
+        if manifest.transport != "group":
+            return self._call_workers("receive_bucket", manifest.to_json())
+        if not self._in_transfer:
+            self.client.call("/start_weight_update")
+            self._in_transfer = True
+        self.client.call("/update_weights", {"update_info": {"manifest": manifest.to_json()}})
+        return self._call_workers("load_received")
 
     def commit_weights(self, version: int) -> None:
+        if self._in_transfer:
+            self.client.call("/finish_weight_update", {})
+            self._in_transfer = False
         acks = self._call_workers("commit_weights", str(version))
         if any(ack["version"] != version for ack in acks) or len(acks) != self.engine_ranks:
             raise EngineError(f"weight version {version}: the engine's ranks committed {acks}")
@@ -162,7 +182,10 @@ class VllmEngine(RemoteEngine):
 
     def _call_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Call a method of the weight receiver on every worker; the answers by engine rank."""
-        answers = self.client.call("/collective_rpc", {"method": method, "args": list(arguments)})["results"]
+        answers = self._ask_workers(method, *arguments)
         if refused := [answer["error"] for answer in answers if "error" in answer]:
             raise EngineError(refused[0])
         return sorted(answers, key=lambda answer: answer["rank"])
+
+    def _ask_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
+        return self.client.call("/collective_rpc", {"method": method, "args": list(arguments)})["results"]

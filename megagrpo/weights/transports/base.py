@@ -14,6 +14,7 @@ import torch
 
 from megagrpo.rollout.engines.host.manifest import BucketManifest, TensorEntry, checksum_of
 from megagrpo.weights.boxes import Box, slices
+from megagrpo.weights.bucket_engine import BucketEngine
 from megagrpo.weights.bucket_layout import BucketLayout, PlacedTensor
 from megagrpo.weights.plan import PublishPlan, Transfer
 from megagrpo.weights.reader import SliceReader
@@ -54,11 +55,11 @@ class TransportContext:
 class Transport(ABC):
     """Brings a bucket's slices together, for every replica at once.
 
-    Calls of a publish, by every rank, each checked by all before the next: `open`, `attach`, then per bucket `write`, `checksums`; `close`
-    also after an error.
+    Calls of a publish, by every rank, each checked by all before the next: `open`, `attach`, `connect`, then per bucket `write`,
+    `checksums`, `deliver` (checked by `wait_delivered` after the next `write`); `close` also after an error.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # in manifests too: how the engine reads the memory
     # Buckets of memory that a rank has at its peak. Where it is more than two, buckets are planned smaller: the bytes stay those of two.
     buckets_alive: ClassVar[int] = SLOTS
 
@@ -138,6 +139,19 @@ class Transport(ABC):
     def location(self, replica: int, slot: int) -> dict[str, Any]:
         """Return where a slot is, for the manifest. The owner's call."""
 
+    def connect(self, engine: BucketEngine) -> None:  # noqa: B027 (most hand over memory alone)
+        """Reach the ranks of the engines themselves, where slices go straight to them. Collective over all ranks.
+
+        Args:
+            engine: this rank's.
+        """
+
+    def deliver(self, bucket: int, slot: int) -> None:  # noqa: B027
+        """Begin to send a bucket to the engines' ranks, which are told to receive it at the same time; does not wait."""
+
+    def wait_delivered(self) -> None:  # noqa: B027
+        """Wait until what `deliver` began is done. Raises what went wrong with it."""
+
     def committed(self, version: int) -> None:  # noqa: B027 (most remember nothing)
         """All replicas of this publish hold `version`."""
 
@@ -161,16 +175,11 @@ class Transport(ABC):
             target, rank = placed.target, placed.destination if sharded else None
             dtype = str(self.context.dtype_of(target)).removeprefix("torch.")
             entries.append(TensorEntry(target.name, dtype, target.shape, placed.offset, placed.nbytes, checksum, rank))
-        return BucketManifest(version, self.manifest_transport, location, self.plan.grid.layout, tuple(entries))
+        return BucketManifest(version, self.name, location, self.plan.grid.layout, tuple(entries))
 
     def manifest(self, version: int, bucket: int, slot: int, replica: int, checksums: Sequence[str]) -> BucketManifest:
         """Return the manifest of a complete bucket of a replica; what its location names is there when this returns. The owner's call."""
         return self.describe(version, bucket, checksums, self.location(replica, slot))
-
-    @property
-    def manifest_transport(self) -> str:
-        """The transport's name in manifests: how the engine reads the memory."""
-        return self.name
 
     # ---- what subclasses share
 

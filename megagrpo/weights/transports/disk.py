@@ -10,13 +10,13 @@ import torch
 
 from megagrpo.rollout.engines.host.manifest import BucketManifest, TensorEntry
 from megagrpo.weights.transports.base import SLOTS, TransportContext
-from megagrpo.weights.transports.group import GroupTransport
+from megagrpo.weights.transports.gathering import GatheringTransport
 
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
 
 
-class DiskTransport(GroupTransport):
-    """Slices go to the owner as in the group transport; it writes its memory to a file, which the engine maps.
+class DiskTransport(GatheringTransport):
+    """Slices go to the owner; it writes its memory to a file, which the engine maps.
 
     A file is written under another name first: an engine never sees a part of one.
     """
@@ -26,11 +26,6 @@ class DiskTransport(GroupTransport):
     def __init__(self, context: TransportContext, folder: Path):
         super().__init__(context)
         self.folder = folder
-
-    @property
-    def manifest_transport(self) -> str:
-        """The engine maps the safetensors file."""
-        return self.name
 
     def make_slot(self, replica: int, slot: int) -> torch.Tensor:
         """Return plain memory; the file comes with the manifest."""

@@ -1,141 +1,248 @@
-"""Slices go point to point through the run's process group (gloo on CPUs, NCCL on GPUs) to the rank that hands the bucket to the engine.
+"""Slices go from the trainer ranks that hold them straight to the engine ranks that keep them, through a process group of both.
 
-For trainer ranks on several machines. A rank sends one message to each owner that it has slices for; the owner lays the slices out in
-shared memory of its machine, where the engine's ranks read them.
+For engines on any machine: no memory or folder is shared. Each replica has a group of its own (gloo on CPUs, NCCL on GPUs;
+host/transfer_group.py), of the trainer ranks that have slices for it and its engine's ranks. The replica's owner holds the group's store
+and has the engine join. A group stays from publish to publish; one in which anything failed is left by all, and made anew for the next one,
+as is that of an engine that was started anew.
+
+No rank ever has a whole parameter: each computes the shares of its slices in the parameters' checksums (partial_checksums.py) when it
+writes a bucket, and reads them once more when it sends them, one message at a time. So it holds a message and a piece, however many engine
+ranks there are; an engine rank holds the messages of a bucket and the parameters that they make.
 """
 
+import os
 from collections import defaultdict
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from ipaddress import ip_address
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
+from torch import distributed as dist
 
-from megagrpo.weights.boxes import sizes
+from megagrpo.rollout.engines.host.manifest import BucketManifest
+from megagrpo.rollout.engines.host.transfer_group import NAME_PREFIX, GroupAddress, TransferGroup, hold_store, own_address_towards
+from megagrpo.weights.boxes import Box
+from megagrpo.weights.bucket_engine import BucketEngine
+from megagrpo.weights.bucket_layout import BucketLayout
+from megagrpo.weights.partial_checksums import combine_shares, compute_share
 from megagrpo.weights.plan import Transfer
+from megagrpo.weights.publisher import agree
+from megagrpo.weights.reader import SliceReader
 from megagrpo.weights.transports.base import SLOTS, Transport, TransportContext
-from megagrpo.weights.transports.mapped_file import MappedFile, slot_path
-
-_MESSAGE_ALIGNMENT = 16  # bytes
 
 
 class GroupTransport(Transport):
-    """Point-to-point re-sharding to the replicas' owners."""
+    """Point-to-point re-sharding to the engines' ranks."""
 
     name: ClassVar[str] = "group"
-    buckets_alive: ClassVar[int] = SLOTS + 2  # two slots, and the messages of a round
 
     def __init__(self, context: TransportContext):
         super().__init__(context)
-        self._files: dict[tuple[int, int], MappedFile] = {}
-
-    @property
-    def manifest_transport(self) -> str:
-        """The engine maps the owner's file."""
-        return "shared_memory"
+        self._groups: dict[int, TransferGroup] = {}  # replica -> this rank's membership, where it has slices for it
+        self._stores: dict[int, tuple[str, dist.TCPStore]] = {}  # replica that this rank owns -> name and store of its group
+        self._senders: dict[int, list[int]] = {}  # replica -> trainer ranks in its group, by their rank there
+        self._num_groups = 0
+        self._is_whole = False  # the last publish was committed: the groups are
+        self._shares: dict[tuple[int, int], list[int]] = {}  # (replica, position in the layout) -> shares of all ranks, of one bucket
+        self._largest_piece = 0
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
+        self._sending: Future[None] | None = None
+        # One for each bucket on its way: what it made of a bucket when that was written is needed again when it is sent.
+        self._readers = [type(context.reader)(context.reader.model, context.plan, context.rank) for _ in range(SLOTS)]
 
     def make_slot(self, replica: int, slot: int) -> torch.Tensor:
-        """Make a file of shared memory."""
-        path = slot_path(self.context.token, self.version, replica, slot)
-        self._files[replica, slot] = MappedFile(path, self.slot_bytes, create=True)
-        return self._files[replica, slot].tensor
+        """Return no memory."""
+        return torch.empty(0, dtype=torch.uint8)
 
     def attach(self) -> None:
-        """Do nothing: no other rank's memory is reached."""
+        """Do nothing: no memory is shared."""
 
-    def location(self, replica: int, slot: int) -> dict[str, Any]:
-        """Return the file's path."""
-        return {"path": str(self._files[replica, slot].path)}
+    # ---- groups
+
+    def connect(self, engine: BucketEngine) -> None:
+        """Make the groups that are missing. Collective over all ranks."""
+        served = sorted({transfer.replica for sends in self._all_sends for transfer in sends})
+        found = agree(lambda: (served, self._open_stores(engine)), f"weight version {self.version}: store")
+        opened = {replica: place for _, places in found for replica, place in places.items()}
+        addresses = {}
+        for replica, (name, host, port) in opened.items():
+            self._senders[replica] = [rank for rank, (replicas, _) in enumerate(found) if replica in replicas]
+            num_senders = len(self._senders[replica])
+            backend = "nccl" if self._device.type == "cuda" else "gloo"
+            addresses[replica] = GroupAddress(name, backend, host, port, num_senders, num_senders + self.plan.grid.tp)
+            if replica in self._groups:
+                self._groups.pop(replica).leave()
+        with ThreadPoolExecutor(1, thread_name_prefix="join") as joining:
+            pending = [joining.submit(engine.join_group, addresses[replica]) for replica in self.own_replicas if replica in addresses]
+            for replica in sorted(addresses):  # in one order on all ranks: none waits in another's group
+                if self.rank in self._senders[replica]:
+                    store = self._stores[replica][1] if replica in self.own_replicas else None
+                    rank = self._senders[replica].index(self.rank)
+                    self._groups[replica] = TransferGroup(addresses[replica], rank, store=store)
+            for future in pending:
+                future.result()
+
+    def _open_stores(self, engine: BucketEngine) -> dict[int, tuple[str, str, int]]:
+        """Open the stores of groups that must be made, of the replicas that this rank owns: (group's name, address, port) of each."""
+        opened = {}
+        for replica in self.own_replicas:
+            if replica in self._stores and engine.transfer_group == self._stores[replica][0]:
+                continue
+            host = _shared_address(urlsplit(engine.address).hostname or "127.0.0.1")
+            store, port = hold_store(host, self.context.timeout_seconds)
+            self._num_groups += 1
+            name = f"{NAME_PREFIX}{self.context.token}_r{replica}_{self.plan.grid.layout}_{self._num_groups}"
+            self._stores[replica] = name, store
+            opened[replica] = name, host, port
+        return opened
+
+    # ---- buckets
+
+    def write(self, bucket: int, slot: int) -> None:
+        """Make a bucket ready to be sent. Collective over all ranks."""
+        self._readers[slot].forget()
+        self._readers[slot].prepare(self.plan.buckets[bucket])
+        self.write_slices(bucket, slot)
 
     def write_slices(self, bucket: int, slot: int) -> None:
-        """Send slices to their owners and lay out those that come. Collective over all ranks.
+        """Compute what this rank's slices contribute to the checksums, and tell all ranks. Collective over all ranks."""
+        layout = self.layouts[bucket]
+        numbers = _numbers(layout)
 
-        In rounds, each rank sends to one owner at a time, and neighbouring ranks to different ones: no owner is crowded, and the messages
-        of a round are at most a bucket each way.
-        """
-        self.clear_padding(bucket, slot)
-        outgoing, incoming = self._by_owner(self.sends(bucket)), self._incoming(bucket)
-        self.stats.planned_bytes += sum(self.plan.transfer_bytes(transfer) for transfer in self.sends(bucket))
-        for transfer in outgoing.get(self.rank, []):
-            self.put_own(bucket, slot, transfer)
-            self.stats.written_bytes += self.plan.transfer_bytes(transfer)
-        owners = sorted({self.context.owners[replica] for replica in self.chosen})
-        for number in range(len(owners)):
-            owner = owners[(self.rank + number) % len(owners)]
-            senders = [sender for sender in incoming if owners[(sender + number) % len(owners)] == self.rank]
-            transfers = outgoing.get(owner, []) if owner != self.rank else []
-            self._exchange(bucket, slot, owner, transfers, {sender: incoming[sender] for sender in senders})
+        def compute() -> dict[tuple[int, int], int]:
+            shares: dict[tuple[int, int], int] = defaultdict(int)
+            for transfer in self.sends(bucket):
+                number = numbers[transfer.destination, transfer.target]
+                for place, tensor in self._readers[slot].read(transfer):
+                    piece = tensor.to(self.context.dtype_of(layout.tensors[number].target))
+                    self._largest_piece = max(self._largest_piece, piece.nbytes)
+                    shares[transfer.replica, number] ^= compute_share(piece, place, layout.tensors[number].target.grid)
+                self.stats.planned_bytes += self.plan.transfer_bytes(transfer)
+            return dict(shares)
 
-    def _exchange(self, bucket: int, slot: int, owner: int, transfers: list[Transfer], incoming: dict[int, list[Transfer]]) -> None:
-        """Send `transfers` to `owner` while the messages of `incoming` arrive."""
-        message = self._pack(transfers)
-        arriving = {sender: self._empty(expected) for sender, expected in incoming.items()}
-        self.note_peak(message.nbytes + sum(buffer.nbytes for buffer in arriving.values()))
-        pending = [dist.P2POp(dist.irecv, buffer, sender) for sender, buffer in arriving.items()]
-        if transfers:
-            pending.append(dist.P2POp(dist.isend, message, owner))
-        for work in dist.batch_isend_irecv(pending) if pending else []:
-            work.wait(timedelta(seconds=self.context.timeout_seconds))
-        for sender, buffer in arriving.items():
-            self._unpack(bucket, slot, incoming[sender], buffer)
-        self.stats.written_bytes += sum(self.plan.transfer_bytes(transfer) for transfer in transfers)
-        self.stats.sent_bytes += message.nbytes
+        self._shares = defaultdict(list)
+        for part in agree(compute, f"weight version {self.version}: bucket {bucket}: checksums"):
+            for key, share in part.items():
+                self._shares[key].append(share)
+
+    def checksums(self, bucket: int, slot: int) -> dict[tuple[int, int], str]:
+        """Return the checksums of the parameters of the replicas that this rank owns."""
+        return {
+            (replica, number): combine_shares(self._shares[replica, number], placed.nbytes)
+            for replica in self.own_replicas
+            for number, placed in enumerate(self.layouts[bucket].tensors)
+        }
+
+    def deliver(self, bucket: int, slot: int) -> None:
+        """Begin to send this rank's slices, in a thread."""
+        self._sending = self._sender.submit(self._send, bucket, slot)
+
+    def wait_delivered(self) -> None:
+        """Wait for the thread; raise what failed in it."""
+        if self._sending is not None:
+            sending, self._sending = self._sending, None
+            sending.result()
+
+    def manifest(self, version: int, bucket: int, slot: int, replica: int, checksums: Sequence[str]) -> BucketManifest:
+        """Describe a bucket by the messages that it comes in; offsets count from the first byte of each engine rank's part."""
+        layout = self.layouts[bucket]
+        location = self.location(replica, slot) | {"messages": self._describe_messages(bucket, replica)}
+        begins: dict[int, int] = {}
+        for placed in layout.tensors:
+            begins.setdefault(placed.destination, placed.offset)
+        described = self.describe(version, bucket, checksums, location)
+        entries = zip(described.tensors, layout.tensors, strict=True)
+        return replace(
+            described, tensors=tuple(replace(entry, offset=entry.offset - begins[placed.destination]) for entry, placed in entries)
+        )
+
+    def location(self, replica: int, slot: int) -> dict[str, Any]:
+        """Return the group's name."""
+        return {"group": self._stores[replica][0]}
+
+    def committed(self, version: int) -> None:
+        """Keep the groups for the next publish."""
+        self._is_whole = True
 
     def close(self) -> None:
-        """Give the slots back."""
-        for file in self._files.values():
-            file.remove()
-        self._files.clear()
-        self.memory.clear()
+        """Leave the groups, but after a publish that was committed; called once more, leave them then too."""
+        if self._is_whole:
+            self._is_whole = False
+            return
+        self._sender.submit(lambda: None).result()  # what was being sent has ended, at the latest with its time-out
+        self._sending = None
+        for reader in self._readers:
+            reader.forget()
+        for group in self._groups.values():
+            group.leave()
+        self._groups.clear()
+        self._stores.clear()
 
     # ---- messages
 
-    def _by_owner(self, transfers: list[Transfer]) -> dict[int, list[Transfer]]:
-        """Group transfers by the rank that they go to, in an order that both ends know."""
-        found: dict[int, list[Transfer]] = defaultdict(list)
-        for transfer in sorted(transfers, key=lambda one: (one.replica, one.destination, one.target, one.source, one.box)):
-            found[self.context.owners[transfer.replica]].append(transfer)
-        return found
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.context.reader.model.chunks[0].parameters())).device
 
-    def _incoming(self, bucket: int) -> dict[int, list[Transfer]]:
-        """Return what other ranks send to this one, by sender."""
-        expected = [
-            transfer
-            for replica in self.own_replicas
-            for destination in range(self.plan.grid.destinations)
-            for transfer in self.plan.receives(self.plan.buckets[bucket], replica, destination)
-        ]
-        senders: dict[int, list[Transfer]] = defaultdict(list)
-        for transfer in expected:
-            senders[transfer.sender].append(transfer)
-        return {sender: self._by_owner(transfers)[self.rank] for sender, transfers in senders.items() if sender != self.rank}
+    def _send(self, bucket: int, slot: int) -> None:
+        """Send a message to every engine rank that this rank has slices for; neighbouring ranks begin with different ones."""
+        messages: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+        for transfer in self.sends(bucket):
+            messages[transfer.replica, transfer.destination].append(transfer)
+        receivers = sorted(messages)
+        first = self.rank % max(len(receivers), 1)
+        try:
+            for replica, destination in receivers[first:] + receivers[:first]:
+                message = self._pack(messages[replica, destination], self._readers[slot])
+                self.note_peak(message.nbytes + self._largest_piece)
+                self._groups[replica].send(message, destination)
+                self.stats.written_bytes += message.nbytes
+                self.stats.sent_bytes += message.nbytes
+        finally:
+            self._readers[slot].forget()
 
-    def _empty(self, transfers: list[Transfer]) -> torch.Tensor:
-        device = next(iter(self.context.reader.model.chunks[0].parameters())).device
-        return torch.empty(sum(self._message_bytes(transfer) for transfer in transfers), dtype=torch.uint8, device=device)
-
-    def _message_bytes(self, transfer: Transfer) -> int:
-        """Return the bytes that a transfer takes in a message: the next one begins where any dtype may."""
-        return -(-self.plan.transfer_bytes(transfer) // _MESSAGE_ALIGNMENT) * _MESSAGE_ALIGNMENT
-
-    def _cut(self, transfers: list[Transfer], message: torch.Tensor) -> Iterator[tuple[Transfer, torch.Tensor]]:
-        """Yield every transfer with its elements [numel] in a message."""
+    def _pack(self, transfers: list[Transfer], reader: SliceReader) -> torch.Tensor:
+        """Return the bytes of a message: the pieces without gaps, those of larger elements first, so that all lie where their dtype may."""
+        message = torch.empty(sum(map(self.plan.transfer_bytes, transfers)), dtype=torch.uint8, device=self._device)
         position = 0
-        for transfer in transfers:
-            part = message[position : position + self.plan.transfer_bytes(transfer)]
-            yield transfer, part.view(self.context.dtype_of(self.plan.sources[transfer.source]))
-            position += self._message_bytes(transfer)
-
-    def _pack(self, transfers: list[Transfer]) -> torch.Tensor:
-        message = self._empty(transfers)
-        for transfer, elements in self._cut(transfers, message):
-            position = 0
-            for _, tensor in self.context.reader.read(transfer):
-                elements[position : position + tensor.numel()].view(tensor.shape).copy_(tensor)
-                position += tensor.numel()
+        for transfer in sorted(transfers, key=self._before):
+            dtype = self._dtype_of(transfer)
+            for _, tensor in reader.read(transfer):
+                nbytes = tensor.numel() * dtype.itemsize
+                message[position : position + nbytes].view(dtype).view(tensor.shape).copy_(tensor)
+                position += nbytes
         return message
 
-    def _unpack(self, bucket: int, slot: int, transfers: list[Transfer], message: torch.Tensor) -> None:
-        for transfer, elements in self._cut(transfers, message):
-            self.put(bucket, slot, transfer, transfer.place, elements.view(sizes(transfer.place)))
+    def _dtype_of(self, transfer: Transfer) -> torch.dtype:
+        return self.context.dtype_of(self.plan.sources[transfer.source])
+
+    def _before(self, transfer: Transfer) -> int:
+        return -self._dtype_of(transfer).itemsize
+
+    def _describe_messages(self, bucket: int, replica: int) -> list[list[dict[str, Any]]]:
+        """Return, for each engine rank that receives, the messages that come: from which rank, and the pieces in their order."""
+        layout, senders = self.layouts[bucket], self._senders[replica]
+        numbers = _numbers(layout)
+        described = []
+        for destination in range(self.plan.grid.destinations):
+            pieces: dict[int, list[tuple[int, Box]]] = defaultdict(list)
+            for transfer in sorted(self.plan.receives(self.plan.buckets[bucket], replica, destination), key=self._before):
+                number = numbers[destination, transfer.target]
+                place = transfer.place[-len(layout.tensors[number].target.shape) :]  # without the expert's own dimension, if there is one
+                pieces[transfer.sender].append((number, place))
+            described.append([{"sender": senders.index(rank), "trainer_rank": rank, "pieces": part} for rank, part in pieces.items()])
+        return described
+
+
+def _numbers(layout: BucketLayout) -> dict[tuple[int, int], int]:
+    """Return the place in a layout of each (destination, position)."""
+    return {(placed.destination, placed.position): number for number, placed in enumerate(layout.tensors)}
+
+
+def _shared_address(engine_host: str) -> str:
+    """Return this machine's address that the engine's ranks and all trainer ranks reach; a loopback one where all are here."""
+    found = [own_address_towards(host) for host in (engine_host, os.environ.get("MASTER_ADDR", "127.0.0.1"))]
+    return next((address for address in found if not ip_address(address).is_loopback), found[0])

@@ -8,18 +8,13 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megagrpo.rollout.engines.host.manifest import IPC_FIELDS
-from megagrpo.weights.transports.group import GroupTransport
+from megagrpo.weights.transports.gathering import GatheringTransport
 
 
-class IpcTransport(GroupTransport):
+class IpcTransport(GatheringTransport):
     """Slices go to the owner over NCCL; a manifest carries the memory's IPC handle, as plain fields."""
 
     name: ClassVar[str] = "ipc"
-
-    @property
-    def manifest_transport(self) -> str:
-        """The engine opens the handle."""
-        return self.name
 
     def make_slot(self, replica: int, slot: int) -> torch.Tensor:
         """Return device memory."""

@@ -7,6 +7,8 @@ buckets with the module that engine processes read them with; what they must hav
 import os
 import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megagrpo.device import device as device_module
@@ -33,6 +35,7 @@ from megagrpo.policy.batch import MicroBatchBuilder  # noqa: E402
 from megagrpo.policy.microbatches import PackingRules  # noqa: E402
 from megagrpo.rollout.engines.base import EngineError  # noqa: E402
 from megagrpo.rollout.engines.host.manifest import build_ack, open_tensors  # noqa: E402
+from megagrpo.rollout.engines.host.transfer_group import TransferGroup  # noqa: E402
 from megagrpo.types import Completion  # noqa: E402
 from megagrpo.weights.build import build_transport  # noqa: E402
 from megagrpo.weights.export import WeightExporter  # noqa: E402
@@ -47,12 +50,28 @@ BUCKET_BYTES = 60_000  # several buckets, some with a parameter larger than this
 class ReceivingEngine:
     """Reads buckets as an engine's ranks do, keeps copies and acknowledges; can be told to misbehave at a bucket."""
 
+    address = "http://127.0.0.1:0"  # of no server: the engine's ranks are threads of this process
+
     def __init__(self, is_owner: bool, engine_ranks: int):
         self.is_owner, self.engine_ranks = is_owner, engine_ranks
         self.received: list[dict[str, torch.Tensor]] = [{} for _ in range(engine_ranks)]
         self.calls: list[str] = []
         self.fault: tuple[int, str] | None = None
         self.weight_version: int | None = None
+        self.transfer_group: str | None = None
+        self.members: list[TransferGroup] = []
+
+    def join_group(self, address) -> None:
+        self.calls.append("join")
+        self.transfer_group = None
+        for member in self.members:
+            member.leave()
+        self.members = self._on_all_ranks(lambda rank: TransferGroup(address, address.rank_offset + rank))
+        self.transfer_group = address.group_name
+
+    def _on_all_ranks(self, step) -> list:
+        with ThreadPoolExecutor(self.engine_ranks) as ranks:
+            return list(ranks.map(step, range(self.engine_ranks)))
 
     def begin_update(self, version: int) -> None:
         self.calls.append(f"begin {version}")
@@ -66,8 +85,11 @@ class ReceivingEngine:
         fault = self.fault[1] if self.fault and self.fault[0] == self.buckets else None
         if fault == "raises":
             raise EngineError("the server went away")
+        memories = [None] * self.engine_ranks
+        if manifest.transport == "group":
+            memories = self._on_all_ranks(lambda rank: self.members[rank].receive(manifest))
         for rank, tensors in enumerate(self.received):
-            for name, tensor in open_tensors(manifest, rank, dict(tensors)):
+            for name, tensor in open_tensors(manifest, rank, dict(tensors), memories[rank]):
                 tensors[name] = tensor.clone()
         acks = [build_ack(manifest, rank) for rank in range(self.engine_ranks)]
         if fault == "checksum":
@@ -91,12 +113,19 @@ def owner_of(replica: int, world: int, replicas: int) -> int:
 
 
 def publisher_of(
-    model: StageModel, grid: EngineGrid, transport: str, dtype: torch.dtype, folder: Path, delta: bool = False, quantize: bool = False
+    model: StageModel,
+    grid: EngineGrid,
+    transport: str,
+    dtype: torch.dtype,
+    folder: Path,
+    delta: bool = False,
+    quantize: bool = False,
+    timeout_seconds: float = 60.0,
 ) -> RemotePublisher:
     groups = model.groups
     owners = [owner_of(replica, groups.world_size, grid.replicas) for replica in range(grid.replicas)]
     replica = groups.rank * grid.replicas // groups.world_size
-    built = build_transport(transport, model, grid, owners, dtype, BUCKET_BYTES, 60.0, folder, delta, quantize)
+    built = build_transport(transport, model, grid, owners, dtype, BUCKET_BYTES, timeout_seconds, folder, delta, quantize)
     engine = ReceivingEngine(owners[replica] == groups.rank, grid.tp)
     return RemotePublisher(WeightExporter(model), engine, replica, built)
 
@@ -124,7 +153,12 @@ def check_model(folder: Path, layout: str, groups, scratch: Path) -> None:
         str(folder), hf, build_transformer_config(hf, groups, build_precision("fp32"), sp), groups, DEVICE, use_te=False
     )
     grids = [("shared_memory", EngineGrid(2, 2, 1, "sharded")), ("group", EngineGrid(1, 4, 4 if hf.num_experts else 1, "sharded"))]
-    grids += [("shared_memory", EngineGrid(1, 2, 1, "full")), ("disk", EngineGrid(3, 1, 1, "full")), ("group", EngineGrid(4, 1))]
+    grids += [
+        ("shared_memory", EngineGrid(1, 2, 1, "full")),
+        ("disk", EngineGrid(3, 1, 1, "full")),
+        ("group", EngineGrid(4, 1)),
+        ("group", EngineGrid(2, 2)),
+    ]
     for transport, grid in grids:
         for dtype in (torch.float32, torch.bfloat16) if transport == "shared_memory" else (torch.float32,):
             what = f"{folder.name} {layout} {transport} {grid} {dtype}"
@@ -166,7 +200,7 @@ def check_quantized(folder: Path, layout: str, groups, scratch: Path) -> None:
             expected[name], expected[f"{name}_scale_inv"] = quantize_dense(tensor)
         else:
             expected[name] = tensor.to(torch.bfloat16)
-    for transport, grid in (("shared_memory", EngineGrid(2, 2)), ("group", EngineGrid(1, 1)), ("disk", EngineGrid(3, 1))):
+    for transport, grid in (("shared_memory", EngineGrid(2, 2)), ("group", EngineGrid(2, 2)), ("disk", EngineGrid(3, 1))):
         publisher = publisher_of(model, grid, transport, torch.bfloat16, scratch, quantize=True)
         metrics = publisher.publish(1).metrics
         what = f"{folder.name} {layout} {transport} quantised"
@@ -227,6 +261,58 @@ def check_faults(folder: Path, groups, scratch: Path) -> None:
     engine.calls.clear()
     publisher.publish(41, replicas=[1])  # one that was started anew, while the other serves on
     assert bool(engine.calls) == (publisher.replica == 1)
+
+
+def check_group(folder: Path, groups, scratch: Path) -> None:
+    """A group stays while publishes go well; whatever fails ends in time, leaves no group, and the next publish makes another."""
+    hf = read_hf_config(folder)
+    config = build_transformer_config(hf, groups, build_precision("fp32"), False)
+    model = load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False)
+    publisher = publisher_of(model, EngineGrid(2, 1, 1, "sharded"), "group", torch.float32, scratch, timeout_seconds=3.0)
+    engine, transport = publisher.engine, publisher.transport
+    tensors = load_file(folder / "model.safetensors")
+
+    def fails_with(pattern: str, version: int, repair=lambda: None) -> None:
+        started = time.monotonic()
+        try:
+            publisher.publish(version)
+        except PublishError as error:
+            assert re.search(pattern, str(error)), f"{pattern} not in: {error}"
+        else:
+            raise AssertionError(f"{pattern}: nothing was raised on rank {groups.rank}")
+        assert time.monotonic() - started < 15 and f"serve {version}" not in engine.calls
+        engine.fault = None
+        repair()
+        engine.calls.clear()
+        publisher.publish(version + 1)
+        assert "join" in engine.calls or not engine.is_owner
+        check_received(publisher, tensors, torch.float32, f"after {pattern}")
+
+    for version in (1, 2):
+        publisher.publish(version)
+    assert engine.calls.count("join") == int(engine.is_owner)
+    check_received(publisher, tensors, torch.float32, "second publish through a group")
+    for number, fault in enumerate(("raises", "checksum")):
+        engine.fault = (2, fault) if publisher.replica == 1 else None
+        pattern = {"raises": r"rank 2: .*the server went away", "checksum": r"rank 2: .*checksum 0badc0de, sent was"}[fault]
+        fails_with(pattern, 10 + 10 * number)
+    send, pack = transport._send, transport._pack
+    if groups.rank == 3:
+        transport._send = lambda bucket, slot: None
+    fails_with(r"trainer rank 3 sent nothing: .*Timed out", 40, lambda: setattr(transport, "_send", send))
+    if groups.rank == 1:  # what is sent is not what the checksums are of
+        transport._pack = lambda transfers, reader: pack(transfers, reader) + 1
+    fails_with(r"checksum [0-9a-f]{8}, the sender's is", 50, lambda: setattr(transport, "_pack", pack))
+    if publisher.replica == 1:
+        engine.transfer_group = None  # as after a restart
+    engine.calls.clear()
+    publisher.publish(60, replicas=[1])
+    assert ("join" in engine.calls) == (engine.is_owner and publisher.replica == 1)
+    check_received(publisher, tensors, torch.float32, "to a replica that was started anew")
+    engine.calls.clear()
+    publisher.publish(61)
+    assert "join" not in engine.calls
+    publisher.close()
 
 
 def check_delta(folder: Path, groups, scratch: Path) -> None:
@@ -328,6 +414,7 @@ def main() -> None:
                 check_probe(folder, layout, groups, sizes)
         if layout == layouts[0]:
             check_faults(Path(models) / "qwen3", groups, Path(scratch))
+            check_group(Path(models) / "qwen3", groups, Path(scratch))
             check_delta(Path(models) / "llama_tied_llama3_rope", groups, Path(scratch))
         if layout == layouts[-1]:
             check_delta(Path(models) / "qwen3_moe", groups, Path(scratch))

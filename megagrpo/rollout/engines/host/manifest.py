@@ -1,9 +1,9 @@
 """What one bucket of published weights holds and where it lies: the only thing that trainer and engine process both know.
 
 This file runs inside engine processes too, in their own Python environments: it imports torch and the standard library, nothing of ours.
-A manifest travels as JSON; the bytes lie in a file of shared memory or on disk, or in memory that is opened by a handle (CUDA IPC), at the
-offsets that it names. All are read in one way, without a copy: a tensor is a view that lives as long as the sender leaves the memory alone,
-that is until the bucket is acknowledged. What must last longer is copied.
+A manifest travels as JSON; the bytes lie in a file of shared memory or on disk, in memory that is opened by a handle (CUDA IPC), or in
+what came through a process group, at the offsets that it names. All are read in one way, without a copy: a tensor is a view that lives as
+long as the sender leaves the memory alone, that is until the bucket is acknowledged. What must last longer is copied.
 """
 
 import base64
@@ -141,17 +141,18 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def open_tensors(
-    manifest: BucketManifest, rank: int = 0, current: Mapping[str, torch.Tensor] | None = None
+    manifest: BucketManifest, rank: int = 0, current: Mapping[str, torch.Tensor] | None = None, memory: torch.Tensor | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of what engine rank `rank` loads from a bucket; every one is checked before it is handed out.
 
     Args:
         current: the rank's tensors of the version before, which patches are laid over (in copies).
+        memory: the bucket's, where this process received it (transfer_group); None: it is opened.
 
     Raises:
-        ManifestError: the transport is not a mapped one, the file is missing or too short, or `check_tensor` refuses a tensor.
+        ManifestError: the transport is none that is opened here, the file is missing or too short, or `check_tensor` refuses a tensor.
     """
-    memory = open_memory(manifest)
+    memory = open_memory(manifest) if memory is None else memory
     for entry in manifest.entries_for(rank):
         if entry.patches is None:
             yield entry.name, read_entry(entry, memory, prod(entry.shape), entry.shape)

@@ -16,6 +16,12 @@ def load_body(manifest_json: str) -> dict[str, Any]:
     return _body({"load": manifest_json}, flush_cache=False)
 
 
+def receive_body(manifest_json: str, group_name: str) -> dict[str, Any]:
+    """Return the body of `/update_weights_from_distributed` that receives one bucket through a group, and loads it as `load_body` does."""
+    described = {"names": [manifest_json], "dtypes": [], "shapes": []}  # the manifest says all of that
+    return described | {"group_name": group_name, "load_format": LOAD_FORMAT, "flush_cache": False}
+
+
 def commit_body(version: int) -> dict[str, Any]:
     """Return the request that makes what was loaded `version`, on a server whose requests are retracted: caches are dropped.
 

@@ -7,6 +7,7 @@ import zlib
 from typing import Any
 
 import torch
+import vllm_transfer
 from manifest import BucketManifest, ManifestError, build_ack, open_tensors
 from vllm.platforms import current_platform
 
@@ -14,6 +15,8 @@ if current_platform.is_cpu():
     import vllm_cpu
 
     vllm_cpu.apply_fixes()
+
+vllm_transfer.register()
 
 
 class WeightReceiver:
@@ -27,15 +30,25 @@ class WeightReceiver:
         """Verify a whole bucket, then load it; the acknowledgement of `manifest.build_ack`."""
         try:
             manifest = BucketManifest.from_json(manifest_json)
-            current = dict(self._model().named_parameters()) if manifest.layout == "sharded" else None
-            tensors = list(open_tensors(manifest, self.rank, current))  # all are verified before the first is loaded
-            if manifest.layout == "full":
-                self._note_loaded(manifest.version, self._model().load_weights(tensors))
-            else:
-                self._note_loaded(manifest.version, self._write_slices(tensors))
-            return build_ack(manifest, self.rank)
+            return self._load(manifest)
         except Exception as error:
             return _describe(error)
+
+    def load_received(self) -> dict[str, Any]:
+        """Verify and load the bucket that the last `/update_weights` received; the acknowledgement of `manifest.build_ack`."""
+        try:
+            return self._load(*self.weight_transfer_engine.take())
+        except Exception as error:
+            return _describe(error)
+
+    def describe_transfer(self) -> dict[str, Any]:
+        """Say how the last step of a weight transfer went: {"rank", "is_open": between start and finish}, and "error" if it failed."""
+        answer = {"rank": self.rank, "is_open": self._weight_update_active}
+        try:
+            self.weight_transfer_engine.raise_error()
+            return answer
+        except Exception as error:
+            return answer | _describe(error)
 
     def commit_weights(self, version: str) -> dict[str, Any]:
         """Check that every parameter got its weights, and renew what is computed from them: {"rank", "version"}."""
@@ -67,6 +80,13 @@ class WeightReceiver:
             plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             checksums[name] = f"{zlib.crc32(plain.numpy()):08x}"
         return {"rank": self.rank, "checksums": checksums}
+
+    def _load(self, manifest: BucketManifest, memory: torch.Tensor | None = None) -> dict[str, Any]:
+        current = dict(self._model().named_parameters()) if manifest.layout == "sharded" else None
+        tensors = list(open_tensors(manifest, self.rank, current, memory))  # all are verified before the first is loaded
+        load = self._model().load_weights if manifest.layout == "full" else self._write_slices
+        self._note_loaded(manifest.version, load(tensors))
+        return build_ack(manifest, self.rank)
 
     def _model(self) -> torch.nn.Module:
         return self.model_runner.get_model()
