@@ -8,6 +8,7 @@ from megagrpo.config.schema import Config, EngineConfig, WeightsConfig
 
 EMBEDDED_ENGINES = ("transformers",)  # they live in the ranks
 PROBE_PROMPT_TOKENS = 8  # of the prompt on which engine and trainer are compared before new weights serve
+FP8_BLOCK = 128  # rows and columns of a block of a quantised weight
 _EVERY_ENGINE = ("name", "max_batch_completions", "max_prefill_tokens", "sleep_while_training")
 
 
@@ -31,6 +32,7 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
         if getattr(engine, field) >= limit:
             yield f"engine.{field}: {getattr(engine, field):g}: other ranks wait only run.collective_timeout_seconds = {limit}; take less"
     yield from _check_tensor_parallel(engine, hf_config)
+    yield from _check_quantization(config, hf_config)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if engine.max_model_len is not None and engine.max_model_len < longest:
         yield (
@@ -99,3 +101,27 @@ def _check_tensor_parallel(engine: EngineConfig, hf_config: Mapping[str, Any]) -
             f"engine.tensor_parallel: {size}: does not divide the model's {heads} attention heads and {groups} key/value heads; "
             f"these do: {', '.join(map(str, works))}"
         )
+
+
+def _check_quantization(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what keeps a server's model from being quantised in blocks; its ranks hold whole ones."""
+    engine = config.engine
+    if engine.quantization == "none":
+        return
+    place = f"engine.quantization: {engine.quantization}"
+    if config.precision.recipe == "fp32":
+        yield f"{place}: servers of such models compute in bfloat16; take precision.recipe bf16"
+    if config.weights.layout == "sharded":
+        yield f"{place}: weights.layout sharded has no place for scales; take full, or auto, which is full then"
+    heads, hidden = hf_config.get("num_attention_heads"), hf_config.get("hidden_size")
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return
+    groups = hf_config.get("num_key_value_heads") or heads
+    head_dim = hf_config.get("head_dim") or hidden // heads
+    rows = {"query rows": heads * head_dim // engine.tensor_parallel, "key rows": max(groups // engine.tensor_parallel, 1) * head_dim}
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        if isinstance(hf_config.get(name), int):
+            rows[name] = hf_config[name] // engine.tensor_parallel
+    wrong = [f"{name} {size}" for name, size in rows.items() if size % FP8_BLOCK]
+    if wrong:
+        yield f"{place}: an engine rank would hold {', '.join(wrong)}: no multiples of {FP8_BLOCK}, the rows of a block"

@@ -102,6 +102,9 @@ class EngineConfig(Section):
     kv_cache_bytes: PositiveInt | None = Field(
         None, description="key/value cache of a replica; null: 1 GiB on CPUs, the engine's own on GPUs"
     )
+    quantization: Literal["none", "fp8_block"] = Field(
+        "none", description="the server's model; fp8_block: linear layers and experts in float8, one scale for 128 x 128 weights"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="further server arguments: block_size: 32 becomes --block-size 32")
 
     @property

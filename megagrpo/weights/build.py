@@ -139,7 +139,7 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
     name = choose_transport(weights.transport, engine.transports, urlsplit(engine.address).hostname or "")
     if weights.delta and name != "shared_memory":
         raise UserError(f"weights.delta: true: needs transport shared_memory, here it is {name}")
-    grid = EngineGrid(num_replicas, config.engine.tensor_parallel)
+    grid, quantize = EngineGrid(num_replicas, config.engine.tensor_parallel), config.engine.quantization != "none"
 
     def transport(grid: EngineGrid) -> Transport:
         folder = Path(weights.folder or Path(config.run.dir) / "weights")
@@ -147,11 +147,11 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
         if name == "group":  # an engine must answer that nothing came before its own silence is taken for its end
             timeout = min(timeout, config.engine.request_timeout_seconds / GROUP_WAITS_IN_A_REQUEST)
         delta = weights.delta and grid.layout == "sharded"
-        return build_transport(name, model, grid, owners, engine.dtype, weights.bucket_bytes, timeout, folder, delta)
+        return build_transport(name, model, grid, owners, engine.dtype, weights.bucket_bytes, timeout, folder, delta, quantize)
 
     probe = None
     if weights.probe_tokens:
         max_gap = weights.probe_max_gap or PROBE_MAX_GAP.get(config.precision.recipe, PROBE_MAX_GAP_ROUNDED)
         probe = LogprobProbe(actor, builder, engine, replica, engine.is_owner, weights.probe_tokens, max_gap)
-    sharded = transport(replace(grid, layout="sharded")) if weights.layout != "full" else None
+    sharded = transport(replace(grid, layout="sharded")) if weights.layout != "full" and not quantize else None
     return RemotePublisher(exporter, engine, replica, transport(grid), probe, sharded, weights.layout == "sharded")

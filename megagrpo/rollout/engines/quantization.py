@@ -7,7 +7,8 @@ Beside the weight NAME.weight of a linear layer (float8_e4m3fn [rows, columns]) 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-FP8_BLOCK = 128  # rows and columns of a block
+from megagrpo.config.engine_checks import FP8_BLOCK
+
 _SUFFIX = "_scale_inv"
 
 
@@ -32,6 +33,15 @@ def with_scales(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Sequ
         yield name, shape
         if is_quantized(name):
             yield scale_name(name), scale_shape(shape)
+
+
+def find_mismatch(quantization: str, parameters: Sequence[Mapping[str, Mapping[str, Any]]]) -> str | None:
+    """Return in what a server's parameters ({name: {"dtype", "shape"}} by engine rank) differ from `engine.quantization`; None: nothing."""
+    float8 = [name for owned in parameters for name, one in owned.items() if one["dtype"] == "float8_e4m3fn"]
+    scales = [name for owned in parameters for name in owned if name.endswith(_SUFFIX)]
+    if quantization == "none":
+        return f"{float8[0]} is float8" if float8 else None
+    return None if float8 and scales else "the model has no float8 weights with scales of blocks"
 
 
 def quantization_config(names: Sequence[str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from megagrpo.rollout.engines.host.probe_requests import probe_request_id
 from megagrpo.rollout.engines.host.transfer_group import GroupAddress
 from megagrpo.rollout.engines.http_client import EngineClient, EngineUnreachable
 from megagrpo.rollout.engines.owned_server import OwnedServer
+from megagrpo.rollout.engines.quantization import find_mismatch, quantization_config, with_scales
 from megagrpo.rollout.engines.remote_requests import request_completions
 from megagrpo.rollout.engines.remote_weights import Ack, ServerWeights
 from megagrpo.rollout.engines.server_protocol import ServerProtocol
@@ -77,6 +78,10 @@ class RemoteEngine(ServerProtocol, Engine):
         self.tokenizer = tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
         self.end_token_ids = end_token_ids(model_folder, self._hf, self.tokenizer)
         self._tensor_shapes = checkpoint_shapes(self._hf, dtype)
+        self.quantization_config = None  # of the server's model
+        if config.quantization != "none":
+            self.quantization_config = quantization_config(list(self._tensor_shapes))
+            self._tensor_shapes = {name: torch.Size(shape) for name, shape in with_scales(self._tensor_shapes)}
         self._closed = self._asleep = self._aborted = False
         self.transfer_group: str | None = None
         self._lost: str | None = None  # why the server can't be reached any more
@@ -124,6 +129,11 @@ class RemoteEngine(ServerProtocol, Engine):
         self._aborted = False
         with self._noting_loss():
             return request_completions(self, prompts, sampling, completion_indices, on_group, lambda: self._aborted)
+
+    def check_model(self) -> None:
+        """Compare the server's model with `engine.quantization`. Raises UserError where they differ."""
+        if mismatch := find_mismatch(self.config.quantization, self.describe_parameters()):
+            raise UserError(f"engine.quantization: {self.config.quantization}: {mismatch} at {self.address}")
 
     def sample_probe(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
         """Sample completion 0 of a prompt under a version that is complete and does not serve yet.

@@ -27,8 +27,8 @@ class BucketSink(Protocol):
     def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
         """Have every engine rank verify and load a bucket; return all acks. Raises EngineError with what a rank refused."""
 
-    def parameter_shapes(self) -> list[dict[str, torch.Size]]:
-        """Return the shapes of every engine rank's own parameters: the tensors of layout `sharded`."""
+    def describe_parameters(self) -> list[dict[str, Any]]:
+        """Return {name: {"dtype", "shape"}} of every engine rank's own parameters: the tensors of layout `sharded`."""
 
 
 class ServerWeights(WeightTransaction):
@@ -123,8 +123,8 @@ class ServerWeights(WeightTransaction):
         if self._layout not in (None, layout):
             raise EngineError(f"weights: a bucket of layout {layout} came in an update of layout {self._layout}")
         if self._layout is None and layout == "sharded" and self._sharded_shapes is None:
-            per_rank = self._server.parameter_shapes()
-            self._sharded_shapes = {(name, rank): shape for rank, shapes in enumerate(per_rank) for name, shape in shapes.items()}
+            per_rank = enumerate(self._server.describe_parameters())
+            self._sharded_shapes = {(name, rank): torch.Size(own["shape"]) for rank, owned in per_rank for name, own in owned.items()}
         self._layout = layout
         self.shapes = self._full_shapes if layout == "full" else self._sharded_shapes or {}
 

@@ -38,7 +38,8 @@ def build_rollout_engine(
     Owners start their servers at the same time, with logs in the run folder (engines/NAME_REPLICA.log); the others learn the addresses.
 
     Raises:
-        UserError: on all ranks alike: a server doesn't start, isn't there, or can't be reached from a rank's host.
+        UserError: on all ranks alike: a server doesn't start, isn't there, has another model than the one that is wanted, or can't be
+            reached from a rank's host.
     """
     factory = ENGINES.get(config.engine.name)
     options = {"tokenizer": tokenizer, "device": device, "dtype": dtype}
@@ -54,6 +55,7 @@ def build_rollout_engine(
         try:
             engine = factory(hf_folder, config.engine, **options, address=given, log_file=log_file)
             address = engine.address
+            engine.check_model()
         except UserError as error:
             problem = str(error)
     found = all_gather_metadata((address, socket.gethostname(), problem))

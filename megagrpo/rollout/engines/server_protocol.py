@@ -2,9 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
-
-import torch
+from typing import Any, ClassVar, TypedDict
 
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.completions import Sample
@@ -14,6 +12,13 @@ from megagrpo.rollout.engines.http_client import Call
 from megagrpo.rollout.engines.python_environment import EnginePackage
 from megagrpo.rollout.engines.remote_weights import Ack
 from megagrpo.types import Prompt, SamplingParams
+
+
+class ParameterDescription(TypedDict):
+    """One parameter of an engine rank."""
+
+    dtype: str  # a torch dtype without its prefix
+    shape: list[int]
 
 
 class ServerProtocol(ABC):
@@ -73,8 +78,8 @@ class ServerProtocol(ABC):
         """Decode all requests on, under `version`."""
 
     @abstractmethod
-    def parameter_shapes(self) -> list[dict[str, torch.Size]]:
-        """Return the shapes of every engine rank's own parameters: the tensors of layout `sharded`."""
+    def describe_parameters(self) -> list[dict[str, ParameterDescription]]:
+        """Return what every engine rank says of its own parameters, by name: the tensors of layout `sharded`."""
 
     @abstractmethod
     def set_asleep(self, asleep: bool) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from megagrpo.device.launch import thread_environment
 from megagrpo.rollout.engines.base import EngineError
@@ -28,6 +27,7 @@ from megagrpo.rollout.engines.python_environment import PACKAGES
 from megagrpo.rollout.engines.remote import HOST_FOLDER, RemoteEngine
 from megagrpo.rollout.engines.remote_weights import Ack
 from megagrpo.rollout.engines.server_arguments import command_line_arguments, device_environment
+from megagrpo.rollout.engines.server_protocol import ParameterDescription
 from megagrpo.rollout.engines.sglang_answers import read_sample
 from megagrpo.rollout.sampling import row_keys
 from megagrpo.types import Prompt, SamplingParams
@@ -72,6 +72,8 @@ class SglangEngine(RemoteEngine):
             "sleep_on_idle": True,  # else its loop takes half a core from the ranks while they train
             "log_level": "warning",
         }
+        if self.quantization_config is not None:
+            arguments |= {"json_model_override_args": {"quantization_config": self.quantization_config}}
         arguments |= {"tokenizer_path": self._tokenizer_folder} if self._tokenizer_folder else {"skip_tokenizer_init": True}
         if self.device.type == "cpu":
             arguments |= {"attention_backend": "torch_native", "disable_cuda_graph": True}
@@ -156,9 +158,8 @@ class SglangEngine(RemoteEngine):
         self._instruct(serve_body(version))
         self._continue()
 
-    def parameter_shapes(self) -> list[dict[str, torch.Size]]:
-        shapes = self._instruct(describe_body())
-        return [{name: torch.Size(shape) for name, shape in parameters.items()} for parameters in shapes]
+    def describe_parameters(self) -> list[dict[str, ParameterDescription]]:
+        return self._instruct(describe_body())
 
     def parameter_checksums(self) -> list[dict[str, str]]:
         with self._noting_loss():

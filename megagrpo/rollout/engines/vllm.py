@@ -6,8 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megagrpo.device.launch import thread_environment
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.completions import Sample
@@ -19,6 +17,7 @@ from megagrpo.rollout.engines.remote import HOST_FOLDER, RemoteEngine
 from megagrpo.rollout.engines.remote_weights import Ack
 from megagrpo.rollout.engines.request_checks import prompt_seed
 from megagrpo.rollout.engines.server_arguments import command_line_arguments, device_environment
+from megagrpo.rollout.engines.server_protocol import ParameterDescription
 from megagrpo.types import Prompt, SamplingParams
 
 _REQUEST_PREFIX = "generate-tokens-"  # the server's own, before the request ids of its generate route
@@ -70,6 +69,8 @@ class VllmEngine(RemoteEngine):
             "disable_uvicorn_access_log": True,
             "seed": 0,  # unused: every request brings its own
         }
+        if self.quantization_config is not None:
+            arguments |= {"hf_overrides": {"quantization_config": self.quantization_config}}
         if self._tokenizer_folder is None:
             arguments |= {"skip_tokenizer_init": True}
         else:
@@ -166,11 +167,8 @@ class VllmEngine(RemoteEngine):
     def resume(self, version: int) -> None:
         self.client.call("/resume")
 
-    def parameter_shapes(self) -> list[dict[str, torch.Size]]:
-        return [
-            {name: torch.Size(parameter["shape"]) for name, parameter in answer["parameters"].items()}
-            for answer in self._call_workers("describe_parameters")
-        ]
+    def describe_parameters(self) -> list[dict[str, ParameterDescription]]:
+        return [answer["parameters"] for answer in self._call_workers("describe_parameters")]
 
     def parameter_checksums(self) -> list[dict[str, str]]:
         with self._noting_loss():

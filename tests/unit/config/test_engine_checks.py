@@ -7,7 +7,10 @@ import pytest
 from megagrpo.config.engine_checks import check_engine
 from megagrpo.config.load import load_config
 
-MODEL = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+MODEL = {
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 1024, "hidden_size": 384, "intermediate_size": 1024,
+}  # fmt: skip
+FP8 = ["engine.name=vllm", "engine.quantization=fp8_block", "precision.recipe=bf16"]
 
 
 @pytest.fixture
@@ -78,6 +81,27 @@ def problems_of(tmp_path, monkeypatch):
             ["engine.name=vllm", "engine.start_timeout_seconds=600"],
             "engine.start_timeout_seconds: 600: other ranks wait only run.collective_timeout_seconds = 600; take less",
         ),
+        (
+            1,
+            [*FP8, "precision.recipe=fp32"],
+            "engine.quantization: fp8_block: servers of such models compute in bfloat16; take precision.recipe bf16",
+        ),
+        (
+            1,
+            [*FP8, "weights.layout=sharded"],
+            "engine.quantization: fp8_block: weights.layout sharded has no place for scales; take full, or auto, which is full then",
+        ),
+        (
+            1,
+            [*FP8, "engine.tensor_parallel=2"],
+            "engine.quantization: fp8_block: an engine rank would hold query rows 192, key rows 64: no multiples of 128, the rows of a "
+            "block",
+        ),
+        (
+            1,
+            ["engine.quantization=fp8_block"],
+            "engine.quantization: fp8_block: engine.name transformers lives in the ranks, it has no server",
+        ),
     ],
 )
 def test_a_mistake_is_told_with_what_is_allowed(problems_of, world_size, overrides, expected):
@@ -90,6 +114,7 @@ def test_a_mistake_is_told_with_what_is_allowed(problems_of, world_size, overrid
         [],
         ["engine.name=vllm", "weights.delta=true", "weights.probe_tokens=1016"],
         ["weights.bucket_bytes=1000000"],
+        FP8,
         ["engine.name=vllm", "engine.replicas=2", "engine.tensor_parallel=2", "engine.max_model_len=768"],
         ["engine.name=vllm", "engine.addresses=['http://10.0.0.1:8000','https://[::1]:80']", "engine.options={block_size: 32}"],
     ],

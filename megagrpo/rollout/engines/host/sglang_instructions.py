@@ -36,7 +36,7 @@ def serve_body(version: int) -> dict[str, Any]:
 
 
 def describe_body() -> dict[str, Any]:
-    """Return the request for the names and shapes of every engine rank's parameters; nothing is changed."""
+    """Return the request for the names, dtypes and shapes of every engine rank's parameters; nothing is changed."""
     return _body({"describe": None})
 
 

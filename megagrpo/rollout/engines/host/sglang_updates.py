@@ -100,7 +100,7 @@ def follow(updater: Any, request: Any) -> tuple[bool, str]:
     if action == "checksums":
         return True, json.dumps(gather({name: checksum_of(parameter.cpu()) for name, parameter in model.named_parameters()}, group))
     if action == "describe":
-        return True, json.dumps(gather({name: list(parameter.shape) for name, parameter in model.named_parameters()}, group))
+        return True, json.dumps(gather({name: describe(parameter) for name, parameter in model.named_parameters()}, group))
     if action == "serve":
         set_gate(closed=False)
         return True, json.dumps(gather({"version": operand}, group))
@@ -158,6 +158,11 @@ def load_bucket(manifest_json: str, model: torch.nn.Module, group: Any) -> tuple
     if failed := first_error(gather(error, group)):
         return False, f"the weights are partly overwritten: {failed}"
     return True, json.dumps(gather(build_ack(manifest, rank), group))
+
+
+def describe(parameter: torch.Tensor) -> dict[str, Any]:
+    """Return a parameter's dtype and shape."""
+    return {"dtype": str(parameter.dtype).removeprefix("torch."), "shape": list(parameter.shape)}
 
 
 def gather(value: Any, group: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import vllm_cpu_fp8
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -29,6 +30,7 @@ _packed_experts: list[tuple[CPUUnquantizedExperts, torch.nn.Module]] = []  # wit
 
 def apply_fixes() -> None:
     """Put the fixes in place; every model that is built afterwards has them."""
+    vllm_cpu_fp8.install()
     layer_utils.dispatch_cpu_unquantized_gemm = _pack_layer_and_keep_weight  # both of vLLM's callers look it up when they call it
     Attention.__init__, Attention.forward = _build_padded_attention, _attend_padded
     CPUUnquantizedExperts.process_weights_after_loading = _note_and_pack_experts

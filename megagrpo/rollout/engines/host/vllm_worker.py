@@ -10,6 +10,7 @@ import torch
 import vllm_transfer
 from manifest import BucketManifest, ManifestError, build_ack, open_tensors
 from vllm.platforms import current_platform
+from vllm_reload import LayerwiseReload
 
 if current_platform.is_cpu():
     import vllm_cpu
@@ -53,6 +54,7 @@ class WeightReceiver:
     def commit_weights(self, version: str) -> dict[str, Any]:
         """Check that every parameter got its weights, and renew what is computed from them: {"rank", "version"}."""
         try:
+            self._finish_reload()
             of_version, loaded = self._update_in_progress()
             parameters = {name for name, _ in self._model().named_parameters()}
             if of_version != int(version) or (missing := sorted(parameters - loaded)):
@@ -84,8 +86,8 @@ class WeightReceiver:
     def _load(self, manifest: BucketManifest, memory: torch.Tensor | None = None) -> dict[str, Any]:
         current = dict(self._model().named_parameters()) if manifest.layout == "sharded" else None
         tensors = list(open_tensors(manifest, self.rank, current, memory))  # all are verified before the first is loaded
-        load = self._model().load_weights if manifest.layout == "full" else self._write_slices
-        self._note_loaded(manifest.version, load(tensors))
+        loaded = self._load_full(manifest.version, tensors) if manifest.layout == "full" else self._write_slices(tensors)
+        self._note_loaded(manifest.version, loaded)
         return build_ack(manifest, self.rank)
 
     def _model(self) -> torch.nn.Module:
@@ -97,6 +99,21 @@ class WeightReceiver:
     def _note_loaded(self, version: int, names: Any) -> None:
         of_version, loaded = self._update_in_progress()
         self._weight_update = (version, (loaded if of_version == version else set()) | set(names))
+
+    def _load_full(self, version: int, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
+        """Let the model's loader take full tensors; return the names of the parameters that they are for."""
+        if self.vllm_config.quant_config is None:
+            return self._model().load_weights(tensors)
+        reload: LayerwiseReload | None = getattr(self, "_reload", None)
+        if reload is None or not reload.takes(version, {name for name, _ in tensors}):
+            self._finish_reload()
+            self._reload = LayerwiseReload(self, version)
+        return self._reload.load(tensors)
+
+    def _finish_reload(self) -> None:
+        if reload := getattr(self, "_reload", None):
+            self._reload = None
+            reload.finish()
 
     @torch.no_grad()
     def _write_slices(self, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:

@@ -134,7 +134,9 @@ def test_without_a_session_the_parameters_are_only_told(updates):
     for body in (load_body("{}"), commit_body(4)):
         assert updates.follow(updater, request_of(body)) == (False, "no weight-update session is open: begin_weight_update comes first")
     success, message = updates.follow(updater, request_of(describe_body()))
-    assert success and read_reply(message) == [{"first": [2, 3], "second": [4]}]
+    assert success and read_reply(message) == [
+        {"first": {"dtype": "float32", "shape": [2, 3]}, "second": {"dtype": "float32", "shape": [4]}}
+    ]
     success, message = updates.follow(updater, request_of(checksums_body()))
     assert success and read_reply(message) == [{"first": checksum_of(torch.zeros(2, 3)), "second": checksum_of(torch.zeros(4))}]
 
