@@ -1,6 +1,7 @@
 """The faults."""
 
 from chains import Case, Chain
+from engine_cases import ENGINES
 from storage_cases import FOLDERS, SAVES
 
 LAST = 1  # the last rank of two
@@ -239,4 +240,4 @@ LAUNCHERS = Chain(
     ],
 )
 
-CHAINS = [KILLS, ERRORS, SIGNALS, STALLS, FOUR, BACKGROUND, AHEAD, SAVES, FOLDERS, LAUNCHERS]
+CHAINS = [KILLS, ERRORS, SIGNALS, STALLS, FOUR, BACKGROUND, AHEAD, SAVES, FOLDERS, LAUNCHERS, ENGINES]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleet import Ended, Fleet
+from fleet import RANK_SECONDS, Ended, Fleet
 
 TOLD = re.compile(r"^rank \d+ (failed|died|stalled) in ", re.MULTILINE)
 
@@ -27,6 +27,7 @@ class Case:
     says: str = ""  # a regular expression that the output must hold
     tamper: Callable[[Path], None] | None = None  # done to the run folder before the launch
     mend: Callable[[Path], None] | None = None  # done to it afterwards
+    leaves: Callable[[Path], str | None] | None = None  # says what the launch has left behind and should not have
     overrides: Sequence[str] = ()  # RUN_DIR stands for the run folder
     launcher: str = "fleet"  # or `megagrpo run`, `torchrun`: those that real runs are started with, restarts allowed
     codes: Sequence[int] | None = None  # exit codes of the launch, where they are not 0 or an error's by the outcome
@@ -34,12 +35,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Chain:
-    """Launches in one run folder, each with its cases: any that go on, and one that ends it."""
+    """Launches in one run folder, each with its cases: any that go on, and one that ends it.
+
+    Where all cases of the last launch go on, that one finishes the run; else one more does.
+    """
 
     name: str
     ranks: int
     overrides: Sequence[str]
     launches: Sequence[Sequence[Case]]
+    needs: str | None = None  # a file without which the chain is skipped
+    seconds: float = RANK_SECONDS  # that the ranks of a launch have
 
     @property
     def last_step(self) -> int:
@@ -65,6 +71,7 @@ class Result:
 
 OUTCOMES = {"resumes": "resumed", "stops": "saved and stopped", "goes on": "went on", "restarts": "restarted", "refuses": "refused"}
 GOES_ON = ("goes on", "restarts")
+MAY_CHANGE = ("time/", "storage/", "checkpoint/", "publish/", "rollout/lost_replicas")  # seconds; what failed, was mended, or sent to whom
 
 
 class ChainRun:
@@ -81,12 +88,13 @@ class ChainRun:
             raise RuntimeError(f"the reference run of {self.chain.name} ended with {whole.codes}:\n{whole.output[-3000:]}")
         results: list[Result] = []
         waiting: list[tuple[Result, int, float]] = []  # resumed by the next launch: the step that was hit, and the seconds until the end
-        for cases in [*self.chain.launches, []]:
-            results += self._run_launch(cases, waiting)
+        finishes = all(case.outcome == "goes on" for case in self.chain.launches[-1])
+        for number, cases in enumerate([*self.chain.launches, *([] if finishes else [[]])], start=1):
+            results += self._run_launch(cases, waiting, is_last=number > len(self.chain.launches) - finishes)
         self._compare_whole(results)
         return results
 
-    def _run_launch(self, cases: Sequence[Case], waiting: list[tuple[Result, int, float]]) -> list[Result]:
+    def _run_launch(self, cases: Sequence[Case], waiting: list[tuple[Result, int, float]], is_last: bool) -> list[Result]:
         had = newest_checkpoint(self.broken)
         for case in cases:
             if case.tamper:
@@ -98,7 +106,7 @@ class ChainRun:
         faults = [fault for case in cases for fault in case.faults]
         ended = self._launch(self.broken, overrides, faults, next((case.launcher for case in cases), "fleet"))
         span = (started, time.time())
-        if not cases and any(ended.codes):
+        if is_last and any(ended.codes):
             raise RuntimeError(f"the last launch of {self.chain.name} ended with {ended.codes}:\n{ended.output[-3000:]}")
         if not refuses:
             self._measure_recovery(ended, started, waiting)
@@ -120,7 +128,7 @@ class ChainRun:
     def _launch(self, run_dir: Path, overrides: Sequence[str], faults: list[dict], launcher: str = "fleet") -> Ended:
         named = [override.replace("RUN_DIR", str(run_dir)) for override in overrides]
         arguments = [*self.config, *self.chain.overrides, f"run.dir={run_dir}", *named]
-        return self.fleet.launch(self.chain.ranks, arguments, run_dir, faults, launcher)
+        return self.fleet.launch(self.chain.ranks, arguments, run_dir, faults, launcher, self.chain.seconds)
 
     def _judge(self, case: Case, result: Result, ended: Ended) -> None:
         if "hung" in ended.codes:
@@ -134,8 +142,10 @@ class ChainRun:
                 result.problems.append("the error is told more than once")
         if case.says and not re.search(case.says, ended.output):
             result.problems.append(f"the output does not hold {case.says!r}")
-        if case.faults and not self._met(case, ended):
+        if case.faults and len(self._met(case, ended)) < len({(fault["point"], fault["action"]) for fault in case.faults}):
             result.problems.append("the fault was never met")
+        if case.leaves and (left := case.leaves(self.broken)):
+            result.problems.append(left)
         if result.problems:
             result.problems.append(f"output:\n{ended.output[-3000:]}")
 
@@ -194,10 +204,10 @@ class ChainRun:
 
 
 def rows_of(run_dir: Path) -> list[dict]:
-    """Return the metrics of each step, those left out that a fault may change: seconds, and counts of what failed and was mended."""
+    """Return the metrics of each step, without those that a fault may change."""
     path = run_dir / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{name: value for name, value in row.items() if not name.startswith(("time/", "storage/", "checkpoint/"))} for row in rows]
+    return [{name: value for name, value in row.items() if not name.startswith(MAY_CHANGE)} for row in rows]
 
 
 def newest_checkpoint(run_dir: Path) -> int:

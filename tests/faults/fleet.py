@@ -52,13 +52,15 @@ class Fleet:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment(), cwd=ROOT
         )
 
-    def launch(self, ranks: int, arguments: list[str], run_dir: Path, faults: list[dict], launcher: str = "fleet") -> Ended:
+    def launch(
+        self, ranks: int, arguments: list[str], run_dir: Path, faults: list[dict], launcher: str = "fleet", seconds: float = RANK_SECONDS
+    ) -> Ended:
         """Run `megagrpo.train` with `arguments` on `ranks` ranks that meet these faults, and wait until all have ended."""
         self._count += 1
         output, notes = self.folder / f"output_{self._count}.txt", self.folder / f"notes_{self._count}.jsonl"
         plan = {"faults": faults, "log": str(notes), "run_dir": str(run_dir)}
         if launcher == "fleet":
-            codes = self._fork(plan | {"ranks": ranks, "arguments": arguments, "output": str(output), "seconds": RANK_SECONDS})
+            codes = self._fork(plan | {"ranks": ranks, "arguments": arguments, "output": str(output), "seconds": seconds})
         else:
             codes = [self._start(launcher, plan, ranks, arguments, output)]
         return Ended(codes, output.read_text(), read_notes(notes))

@@ -55,9 +55,13 @@ def main() -> int:
         fleet = Fleet(Path(folder))
         try:
             for chain in CHAINS:
-                if options.chain is None or chain.name in options.chain:
-                    results += run_chain(chain, fleet, Path(folder))
-                    print(f"{chain.name}: done", file=sys.stderr, flush=True)
+                if options.chain is not None and chain.name not in options.chain:
+                    continue
+                if chain.needs is not None and not Path(chain.needs).exists():
+                    print(f"{chain.name}: skipped: {chain.needs} is not there", file=sys.stderr, flush=True)
+                    continue
+                results += run_chain(chain, fleet, Path(folder))
+                print(f"{chain.name}: done", file=sys.stderr, flush=True)
         finally:
             fleet.close()
     print(format_table(results))

@@ -10,6 +10,8 @@ A fault is a dict:
     skip    passes through the point that are left alone first
     times   passes that are hit; default 1, None: all of them
     only    attempt (TORCHELASTIC_RESTART_COUNT) that is hit; default 0
+
+Actions on servers are those of the rank that started them.
 """
 
 import builtins
@@ -22,8 +24,12 @@ import json
 import os
 import shutil
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
+
+_results: dict[str, object] = {}  # the newest one of each wrapped function
 
 FUNCTIONS = {
     "generate": "megagrpo.rollout.engines.transformers:TransformersEngine.generate",
@@ -33,6 +39,11 @@ FUNCTIONS = {
     "logprobs": "megagrpo.policy.actor:Actor.logprobs",
     "forward_backward": "megagrpo.policy.actor:Actor.forward_backward",
     "apply": "megagrpo.policy.actor:Actor.apply_gradients",
+    "requests": "megagrpo.rollout.engines.http_client:EngineClient.call_all",
+    "bucket": "megagrpo.rollout.engines.remote:RemoteEngine.receive",
+    "server_commit": "megagrpo.rollout.engines.remote:RemoteEngine.commit_update",
+    "server_start": "megagrpo.rollout.engines.server_process:ServerProcess.wait_ready",
+    "port": "megagrpo.rollout.engines.server_process:free_port",
     "load_weights": "megagrpo.rollout.engines.transformers:TransformersEngine.load",
     "commit_weights": "megagrpo.rollout.engines.transformers:TransformersEngine.commit_update",
     "build": "megagrpo.trainer:build_session",
@@ -83,6 +94,59 @@ def _kill_children() -> None:
     psutil.wait_procs(children, timeout=5)
 
 
+def _servers():
+    """Return the engine servers that this rank started, one at least; each leads a process group."""
+    import psutil
+
+    for _ in range(100):  # one that has just been started may not have its command line yet
+        if found := [child for child in psutil.Process().children() if any("_server.py" in word for word in child.cmdline())]:
+            return found
+        time.sleep(0.05)
+    raise RuntimeError("this rank has no server")
+
+
+def _kill_server() -> None:
+    """The process that was started; those that it started are left to whoever starts it anew."""
+    for server in _servers():
+        server.kill()
+
+
+def _kill_server_workers() -> None:
+    for server in _servers():
+        for worker in server.children(recursive=True):
+            worker.kill()
+
+
+def _freeze_server() -> None:
+    for server in _servers():
+        os.killpg(server.pid, signal.SIGSTOP)
+
+
+def _kill_server_soon() -> None:
+    """It takes what is sent to it now, and answers nothing."""
+    for server in _servers():
+        os.killpg(server.pid, signal.SIGSTOP)
+        threading.Timer(0.5, os.killpg, (server.pid, signal.SIGKILL)).start()
+
+
+def _die_soon() -> None:
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def _await_server() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "start engine":
+            thread.join(120)
+
+
+def _take_port() -> None:
+    """The port that the rank has just found free."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", _results["port"]))
+    listener.listen()
+    _results["listener"] = listener  # for as long as the rank lives
+
+
 def _user_error() -> None:
     from megagrpo.errors import UserError
 
@@ -102,6 +166,13 @@ ACTIONS = {
     "interrupt": _signal(signal.SIGINT),
     "interrupt_twice": lambda: (_signal(signal.SIGINT)(), _signal(signal.SIGINT)()),
     "kill_workers": _kill_children,
+    "kill_server": _kill_server,
+    "kill_server_soon": _kill_server_soon,
+    "kill_server_workers": _kill_server_workers,
+    "freeze_server": _freeze_server,
+    "await_server": _await_server,
+    "take_port": _take_port,
+    "die_soon": _die_soon,
     "hang": lambda: time.sleep(1000),
     "spin": lambda: [None for _ in iter(int, 1)],
     "slow": lambda: time.sleep(3),
@@ -167,7 +238,7 @@ def _around(function, name: str, injector: Injector):
     @functools.wraps(function)
     def wrapped(*arguments, **options):
         injector.hit(f"{name}.enter")
-        result = function(*arguments, **options)
+        result = _results[name] = function(*arguments, **options)
         injector.hit(f"{name}.leave")
         return result
 

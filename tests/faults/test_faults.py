@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import SHORT
+from engine_cases import SHORT_ENGINES
 from fleet import Fleet
 from harness import run_chain
 
@@ -16,16 +17,35 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("faults")
+    """A function: chain -> its results by fault; each chain runs once."""
+    folder, done = tmp_path_factory.mktemp("faults"), {}
     fleet = Fleet(folder)
-    try:
-        return {result.fault: result for result in run_chain(SHORT, fleet, folder)}
-    finally:
-        fleet.close()
+
+    def results(chain):
+        if chain.name not in done:
+            done[chain.name] = {result.fault: result for result in run_chain(chain, fleet, folder)}
+        return done[chain.name]
+
+    yield results
+    fleet.close()
 
 
-@pytest.mark.parametrize("name", [f"{SHORT.name}: {case.name}" for cases in SHORT.launches for case in cases])
-def test_the_run_goes_on_bit_equal_after(results, name):
-    result = results[name]
+def names(chain):
+    return [f"{chain.name}: {case.name}" for cases in chain.launches for case in cases]
+
+
+def assert_bit_equal(result):
     assert not result.problems, "\n".join(result.problems)
     assert result.bit_equal and result.steps_lost <= 1
+
+
+@pytest.mark.parametrize("name", names(SHORT))
+def test_the_run_goes_on_bit_equal_after(results, name):
+    assert_bit_equal(results(SHORT)[name])
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", names(SHORT_ENGINES))
+def test_a_run_with_engine_servers_goes_on_bit_equal_after(results, name):
+    """One of two servers dies, comes back, and is all that is left when the other one dies."""
+    assert_bit_equal(results(SHORT_ENGINES)[name])

@@ -62,7 +62,7 @@ class OwnedServer:
         """Start it anew. Raises EngineError once `engine.max_restarts` are used up, UserError if it does not start."""
         self._process.stop()
         if not self._restarts_left:
-            raise EngineError(f"{self._process.describe_end()}; engine.max_restarts = {self._kind.config.max_restarts} are used up")
+            raise EngineError(f"engine.max_restarts = {self._kind.config.max_restarts} are used up")
         self._restarts_left -= 1
         self._process = self._start(self._process.port)
 

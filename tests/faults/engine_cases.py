@@ -1,0 +1,137 @@
+"""Faults of engines that are servers: real ones, of `make engines`."""
+
+import time
+from pathlib import Path
+
+import psutil
+from chains import Case, Chain
+
+VLLM = ".engines/vllm/bin/python"
+SERVER = [
+    "engine.name=vllm",
+    "engine.request_timeout_seconds=10",
+    "engine.sleep_while_training=true",
+    "weights.delta=true",
+    "watchdog.floor_seconds=300",
+]
+KILLED = "the server was killed by SIGKILL"
+GRACE_SECONDS = 20.0  # a server whose owner has ended has this long to end too
+
+
+def server(action, point, step, rank=0, **more):
+    return {"point": point, "action": action, "step": step, "rank": rank, **more}
+
+
+def goes_on(name, *faults, says, overrides=()):
+    return Case(name, "goes on", faults, says=says, overrides=overrides)
+
+
+def lost(replica, why, version=r"\d+"):
+    return rf"warning: weight version {version}: engine replica {replica} is lost: [^\n]*{why}"
+
+
+def servers_left(run_dir: Path) -> str | None:
+    """Say which processes still write to a log of the run's servers."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while left := [
+        process.pid
+        for process in psutil.process_iter(["open_files"])
+        if any(str(run_dir / "engines") in file.path for file in process.info["open_files"] or ())
+    ]:
+        if time.monotonic() > deadline:
+            return f"processes of a server are left: {left}"
+        time.sleep(0.5)
+    return None
+
+
+def two_servers(first_step):
+    """Two servers, each of which is killed once; the second one can only be spared if the first one has come back."""
+    away, back, alone = first_step, first_step + 1, first_step + 2
+    return [
+        goes_on(
+            "one of two killed with requests on their way: started anew, and back in the next step",
+            server("kill_server_soon", "requests.enter", away, rank=1),
+            server("await_server", "update.enter", back, rank=1),
+            says=rf"(?s)replica 1 is lost: .*weight version {back}: engine replica 1 was started anew and generates again",
+            overrides=["engine.replicas=2"],
+        ),
+        goes_on(
+            "the other one killed in a publish: the one that came back is given everything, and generates alone",
+            server("kill_server", "bucket.leave", alone),
+            says=lost(0, KILLED, alone),
+        ),
+    ]
+
+
+# One server for both ranks: nothing else is left when it dies, so the ranks wait until it is back.
+ALONE = [
+    goes_on("the only server killed with requests on their way", server("kill_server_soon", "requests.enter", 1), says=lost(0, KILLED, 0)),
+    goes_on("its workers killed in a publish", server("kill_server_workers", "bucket.enter", 2), says=lost(0, "", 2)),
+    goes_on("killed before a commit", server("kill_server", "server_commit.enter", 3), says=lost(0, KILLED, 3)),
+    goes_on(
+        "frozen while it generates, and killed while it is started anew",
+        server("freeze_server", "requests.enter", 4),
+        server("kill_server", "server_start.enter", 4),
+        says=lost(0, "was answered within engine.request_timeout_seconds = 10", 3),
+    ),
+    Case(
+        "killed when no restart is left",
+        "resumes",
+        [server("kill_server_soon", "requests.enter", 5)],
+        says=rf"no rollout engine is left: replica 0: {KILLED}[^\n]*; engine.max_restarts = 5 are used up",
+        overrides=["engine.max_restarts=5"],
+        leaves=servers_left,
+    ),
+]
+
+ENGINES = Chain(
+    "engines",
+    2,
+    ["parallel.tp=2", *SERVER],
+    [
+        ALONE,
+        [
+            Case(
+                "killed in a publish when no restart is left: the trained step is saved",
+                "resumes",
+                [server("kill_server", "bucket.enter", 6)],
+                says=r"(?s)rank \d failed in step 7, phase rollout: .*no rollout engine is left: replica 0: .*are used up",
+                overrides=["engine.max_restarts=0"],
+                leaves=servers_left,
+            )
+        ],
+        [
+            Case(
+                "the owner killed while its server generates",
+                "resumes",
+                [server("die_soon", "requests.enter", 8)],
+                says="rank 0 died in step 8, phase rollout",
+                leaves=servers_left,
+            )
+        ],
+        [
+            Case(
+                "killed while it loads",
+                "refuses",
+                [server("kill_server", "server_start.enter", None)],
+                says="engine.name: vllm: the server ended with code -9 while it started",
+                leaves=servers_left,
+            )
+        ],
+        [
+            goes_on("its port taken meanwhile", server("take_port", "port.leave", None, rank=1), says=""),
+            *two_servers(9),
+            Case(
+                "SIGTERM while one of two is away",
+                "stops",
+                [server("term", "requests.enter", 12, rank=1)],
+                says="stopped by SIGTERM after step 11",
+                leaves=servers_left,
+            ),
+        ],
+    ],
+    needs=VLLM,
+    seconds=600.0,
+)
+
+SHORT_ENGINES = Chain("short engines", 2, ["parallel.tp=2", *SERVER], [two_servers(1)], needs=VLLM, seconds=300.0)
