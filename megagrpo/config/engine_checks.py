@@ -21,6 +21,10 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
         yield from _check_unused(engine)
         yield from _check_unused_weights(config)
         return
+    if engine.offline and engine.name != "sglang":
+        yield f"engine.offline: true: engine.name {engine.name} has no such form, sglang has"
+    if engine.offline and engine.addresses:
+        yield "engine.offline: true: engine.addresses names servers that run already"
     yield from _check_replicas(engine, world_size)
     yield from _check_probe(config, hf_config)
     if config.weights.delta and config.weights.layout == "full":

@@ -106,6 +106,7 @@ class EngineConfig(Section):
         "none", description="the server's model; fp8_block: linear layers and experts in float8, one scale for 128 x 128 weights"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="further server arguments: block_size: 32 becomes --block-size 32")
+    offline: bool = Field(False, description="sglang: its process holds sglang.Engine behind a small loop of ours, not SGLang's server")
 
     @property
     def num_replicas(self) -> int:

@@ -83,6 +83,7 @@ class SglangEngine(RemoteEngine):
             python,
             str(HOST_FOLDER / "sglang_server.py"),
             "--end-with-parent",
+            *(["--offline"] if self.config.offline else []),
             *command_line_arguments(arguments | self.config.options),
         ]
 
@@ -166,8 +167,7 @@ class SglangEngine(RemoteEngine):
             return self._instruct(checksums_body())
 
     def set_asleep(self, asleep: bool) -> None:
-        if self.device.type != "cpu":  # on a CPU there is nothing to give back
-            self.client.call("/release_memory_occupation" if asleep else "/resume_memory_occupation", {})
+        self.client.call("/release_memory_occupation" if asleep else "/resume_memory_occupation", {})
 
     # ---- details
 

@@ -175,8 +175,9 @@ class VllmEngine(RemoteEngine):
             return [answer["checksums"] for answer in self._call_workers("checksum_parameters")]
 
     def set_asleep(self, asleep: bool) -> None:
-        if self.device.type != "cpu":  # on a CPU there is nothing to give back
-            self.client.call("/sleep?level=1" if asleep else "/wake_up")
+        told = self.client.call("/sleep?level=1" if asleep else "/wake_up")["status"]
+        if told != ("sleeping" if asleep else "awake"):  # a part of it may be left asleep
+            raise EngineError(f"{self.address}: asked to {'sleep' if asleep else 'wake'}, the engine says that it is {told}")
 
     def _call_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Call a method of the weight receiver on every worker; the answers by engine rank."""

@@ -53,6 +53,12 @@ def problems_of(tmp_path, monkeypatch):
             ["engine.name=vllm", "weights.probe_tokens=1020"],
             "weights.probe_tokens: 1020: with a prompt of 8, more than max_position_embeddings = 1024",
         ),
+        (1, ["engine.name=vllm", "engine.offline=true"], "engine.offline: true: engine.name vllm has no such form, sglang has"),
+        (
+            1,
+            ["engine.name=sglang", "engine.offline=true", "engine.addresses=['http://a:1']"],
+            "engine.offline: true: engine.addresses names servers that run already",
+        ),
         (2, ["engine.name=vllm", "engine.replicas=3"], "engine.replicas: 3 replicas: at most one for each of the 2 ranks"),
         (1, ["engine.name=vllm", "engine.addresses=[node1:8000]"], "engine.addresses.0: node1:8000: is not of the form http://HOST:PORT"),
         (1, ["engine.name=vllm", "engine.addresses=['http://a:x']"], "engine.addresses.0: http://a:x: is not of the form http://HOST:PORT"),

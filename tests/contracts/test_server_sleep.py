@@ -1,0 +1,59 @@
+"""What `engine.sleep_while_training` asks of servers, as far as it can be seen without a GPU.
+
+`test_weights_survive_sleep` of the contract makes the calls on real servers; on a CPU these stop decoding and drop their caches, but have
+no memory to give back.
+"""
+
+import json
+import subprocess
+
+import pytest
+import torch
+from engine_contract import SERVER_NAMES, params, publish, tokens
+
+from megagrpo.rollout.engines.python_environment import PACKAGES, find_python
+from megagrpo.rollout.engines.remote import HOST_FOLDER
+
+PARSE = {
+    "vllm": """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+options = make_arg_parser(FlexibleArgumentParser()).parse_args(json.loads(sys.argv[1]))
+print(options.enable_sleep_mode)
+""",
+    "sglang": f"""
+import argparse, json, sys
+sys.path.insert(0, {str(HOST_FOLDER)!r})
+import sglang_shims
+sglang_shims.install_cpu_shims()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(parser.parse_args(json.loads(sys.argv[1])).enable_memory_saver)
+""",
+}
+
+
+@pytest.mark.parametrize("build_engine", [name for name in SERVER_NAMES if name.values[0] == "vllm"], indirect=True)
+def test_a_vllm_server_sleeps_and_wakes(build_engine, prompts, model):
+    engine = build_engine()
+    publish(engine, model, version=1)
+    before = tokens(engine.generate(prompts, params(), range(2)))
+    for asleep, move in ((True, engine.sleep), (False, engine.wake)):
+        move()
+        assert engine.client.call("/is_sleeping", method="GET") == {"is_sleeping": asleep}
+    assert tokens(engine.generate(prompts, params(), range(2))) == before
+
+
+@pytest.mark.parametrize("build_engine", SERVER_NAMES, indirect=True)
+def test_a_gpu_server_is_started_with_options_that_it_knows(build_engine):
+    """Sleep must be allowed at the start. The installed server's own parser reads the command that a GPU server would get."""
+    engine = build_engine()
+    name = engine.config.name
+    engine.device = torch.device("cuda")
+    python, _, *options = engine.server_command(find_python(None, PACKAGES[name]), port=1)
+    arguments = [option for option in options if option != "--end-with-parent"]
+    ran = subprocess.run([python, "-c", PARSE[name], json.dumps(arguments)], capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.split()[-1] == "True"
