@@ -55,6 +55,7 @@ class Session:
     updater: PolicyUpdater
     generator: RolloutGenerator
     publisher: Publisher
+    recovery: ReplicaRecovery | None  # of engines in processes of their own
     sampler: PromptSampler
     pipeline: RolloutPipeline
     evaluation_prompts: list[tuple[EvaluationSetConfig, list[Prompt]]]
@@ -121,6 +122,7 @@ def build_session(config: Config, device: torch.device) -> Session:
     generator = RolloutGenerator(
         engine, rewards, groups, replicas_of_ranks(config, groups.world_size), is_embedded=config.engine.name in EMBEDDED_ENGINES
     )
+    publisher, recovery = _watch_replicas(build_publisher(config, actor, builder, engine), config, engine, generator)
     sampler = PromptSampler(source, config.run.seed)
     return Session(
         config=config,
@@ -132,22 +134,26 @@ def build_session(config: Config, device: torch.device) -> Session:
         algorithm=algorithm,
         updater=updater,
         generator=generator,
-        publisher=_watch_replicas(build_publisher(config, actor, builder, engine), config, engine, generator),
+        publisher=RecoveringPublisher(publisher, generator, recovery) if recovery else publisher,
+        recovery=recovery,
         sampler=sampler,
         pipeline=RolloutPipeline(config, generator, sampler),
         evaluation_prompts=evaluation_prompts,
     )
 
 
-def _watch_replicas(publisher: Publisher, config: Config, engine: Engine, generator: RolloutGenerator) -> Publisher:
+def _watch_replicas(
+    publisher: Publisher, config: Config, engine: Engine, generator: RolloutGenerator
+) -> tuple[Publisher, ReplicaRecovery | None]:
     """Let engines in processes of their own be started anew where they are lost."""
     if not isinstance(engine, RemoteEngine):
-        return publisher
+        return publisher, None
     groups, num_replicas = generator.groups, config.engine.num_replicas
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
-    recovering = RecoveringPublisher(publisher, ReplicaRecovery(engine, generator.replicas, owners, groups.rank))
+    recovery = ReplicaRecovery(engine, generator.replicas, owners, groups.rank, is_stopping=lambda: generator.is_given_up)
+    recovering = RecoveringPublisher(publisher, recovery)
     generator.revive = recovering.revive
-    return recovering
+    return recovering, recovery
 
 
 def load_tokenizer(config: Config) -> Any:

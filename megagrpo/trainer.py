@@ -73,6 +73,8 @@ class Trainer:
         self._is_step_untouched = True  # no update of the running step has been applied
         self._prompts: Sequence[Prompt] = ()  # of the running step
         supervisor.while_stopping = session.generator.give_up
+        if session.recovery is not None:
+            session.recovery.waiting = partial(self.timers.phase, "engine_start")
 
     def run(self) -> None:
         """Train all steps that are left, then export and sum up; where a signal asks for it, save and stop before that."""

@@ -79,7 +79,7 @@ class RolloutGenerator:
         self.replicas = ReplicaStates(replica_of_rank)
         self.revive: Callable[[], bool] = lambda: False  # starts lost replicas anew when none is left, says if any is. Collective
         self._is_closing = False  # shares that run in threads end early
-        self._is_given_up = False  # those that the main thread waits for do
+        self.is_given_up = False  # those that the main thread waits for do
         self._is_waited_for = False
 
     def generate(self, request: RolloutRequest) -> StepRollouts:
@@ -114,7 +114,7 @@ class RolloutGenerator:
 
         Rollouts in threads go on to their end: what trains on them is not decided by who stops now.
         """
-        self._is_given_up = True
+        self.is_given_up = True
         if self._is_waited_for:
             self.engine.abort()
 
@@ -124,7 +124,7 @@ class RolloutGenerator:
         """Return this rank's share of `groups`, or what it failed with, which the others are to be told."""
         self._is_waited_for = True
         try:
-            return self._sample_and_score(request, self._deal(request, groups, is_retry), lambda: self._is_given_up)
+            return self._sample_and_score(request, self._deal(request, groups, is_retry), lambda: self.is_given_up)
         except Exception as error:
             return error
         finally:
@@ -212,7 +212,7 @@ class RolloutGenerator:
 
     def _tell_everyone(self, outcome: ScoredCompletions | BaseException) -> list["_Metadata"]:
         failed = isinstance(outcome, BaseException)
-        gathered = all_gather_metadata((self._is_given_up, _describe(outcome) if failed else _metadata(outcome, self.groups.rank)))
+        gathered = all_gather_metadata((self.is_given_up, _describe(outcome) if failed else _metadata(outcome, self.groups.rank)))
         if any(is_given_up for is_given_up, _ in gathered):  # before all failures: an engine may have been sent the same signal
             raise StopRequested
         everyone = [told for _, told in gathered]

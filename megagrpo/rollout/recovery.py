@@ -1,9 +1,10 @@
 """Starts lost engines anew while the others go on, and has every publish go to those that are there."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-from megagrpo.errors import UserError
+from megagrpo.errors import StopRequested, UserError
 from megagrpo.parallel.groups import all_gather_metadata
 from megagrpo.rollout.background import BackgroundWork
 from megagrpo.rollout.engines.remote import RemoteEngine
@@ -11,6 +12,7 @@ from megagrpo.rollout.replica_states import ReplicaStates
 from megagrpo.weights.publisher import Publisher, PublishError, PublishStats
 
 _UPDATABLE = ("serving", "empty", "stale")  # states of an engine that takes a whole update
+_POLL_SECONDS = 1.0  # between two looks of all ranks at a start that they wait for
 
 
 class RecoveringPublisher(Publisher):
@@ -35,8 +37,14 @@ class RecoveringPublisher(Publisher):
         )
 
     def revive(self) -> bool:
-        """Bring a replica back that is lost, when all are: start, publish; say whether one generates now. Collective over all ranks."""
+        """Bring a replica back that is lost, when all are: start, publish; say whether one generates now. Collective over all ranks.
+
+        Raises:
+            StopRequested: the run is to stop meanwhile; raised on all ranks.
+        """
         self._notes += self._publish(self._version, None).notes
+        if not self.recovery.states.is_any_left and self.recovery.is_given_up:
+            raise StopRequested
         return self.recovery.states.is_any_left
 
     def close(self) -> None:
@@ -84,15 +92,29 @@ class ReplicaRecovery:
     """This rank's part in the recovery of the replicas of engines in processes of their own.
 
     A start takes from seconds to minutes, so it runs in a thread of the owner; the replica takes part in the first publish after it.
+
+    Attributes:
+        waiting: what all ranks are in while they wait for a start, because nothing else is left.
+        is_given_up: whether the run was to stop when they waited last; the same on all ranks.
     """
 
-    def __init__(self, engine: RemoteEngine, states: ReplicaStates, owners: Sequence[int], rank: int):
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        states: ReplicaStates,
+        owners: Sequence[int],
+        rank: int,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ):
         """
         Args:
             engine: this rank's view of its replica.
             owners: the rank that starts each replica.
+            is_stopping: says whether this rank was told that the run is to stop; then nobody waits for a start.
         """
-        self.engine, self.states, self.owners, self.rank = engine, states, owners, rank
+        self.engine, self.states, self.owners, self.rank, self._is_stopping = engine, states, owners, rank, is_stopping
+        self.waiting: Callable[[], AbstractContextManager] = nullcontext
+        self.is_given_up = False
         self.replica = states.replica_of_rank[rank]
         self._start: BackgroundWork[None] | None = None
         self._started: list[int] = []
@@ -100,23 +122,29 @@ class ReplicaRecovery:
     def prepare_publish(self) -> list[int]:
         """Return the replicas that can take weights; begin to start those anew that are lost. Collective over all ranks.
 
-        Waits for a start only where nothing else is left. An empty list: none is left and none can be started.
+        Waits for a start only where nothing else is left. An empty list: none is left and none can be started, or the run is to stop.
         """
         self._find_lost()
-        while True:
-            reports = all_gather_metadata(self._report())
-            of_replica = {replica: reports[owner] for replica, owner in enumerate(self.owners) if reports[owner] is not None}
-            self._started = [replica for replica, report in of_replica.items() if report.state == "started"]
-            self.states.lost |= {replica: report.why for replica, report in of_replica.items() if report.state == "failed"}
-            usable = [replica for replica in range(len(self.owners)) if replica not in self.states.lost or replica in self._started]
-            if usable:
-                if self.replica in self._started and not self._is_owner:
-                    self.engine.restart(of_replica[self.replica].address)  # a follower takes note of it
-                return usable
-            if not any(report.state == "starting" for report in of_replica.values()):
-                return []
-            if self._start is not None:
-                self._start.wait()
+        usable, may_wait = self._look_at_starts()
+        if may_wait:
+            with self.waiting():
+                while may_wait:
+                    if self._start is not None:
+                        self._start.wait(_POLL_SECONDS)
+                    usable, may_wait = self._look_at_starts()
+        return usable
+
+    def _look_at_starts(self) -> tuple[list[int], bool]:
+        """Return the replicas that can take weights, and whether there are none yet and a start is worth waiting for. Collective."""
+        gathered = all_gather_metadata((self._report(), self._is_stopping()))
+        self.is_given_up = any(is_stopping for _, is_stopping in gathered)
+        of_replica = {replica: report for replica, owner in enumerate(self.owners) if (report := gathered[owner][0]) is not None}
+        self._started = [replica for replica, report in of_replica.items() if report.state == "started"]
+        self.states.lost |= {replica: report.why for replica, report in of_replica.items() if report.state == "failed"}
+        usable = [replica for replica in range(len(self.owners)) if replica not in self.states.lost or replica in self._started]
+        if self.replica in self._started and not self._is_owner:
+            self.engine.restart(of_replica[self.replica].address)  # a follower takes note of it
+        return usable, not usable and not self.is_given_up and any(report.state == "starting" for report in of_replica.values())
 
     def published(self) -> list[int]:
         """Let the replicas that were started anew, and have just taken the weights, generate again; return them."""

@@ -61,7 +61,7 @@ class Supervisor:
             self.leave(name, time.monotonic() - started)
 
     def enter(self, name: str) -> None:
-        """A phase starts; it may be inside another."""
+        """A phase starts; it may be inside another, whose clock stands still meanwhile."""
         self._phases.append((name, time.monotonic()))
         self._moved()
 
@@ -72,7 +72,7 @@ class Supervisor:
             self.budgets.record(name, seconds)
         elif self._raised is None or self._raised[0] is not error:
             self._raised = (error, name)
-        self._phases.pop()
+        self._phases = [(outer, since + seconds) for outer, since in self._phases[:-1]]
         if len(self._phases) == 1:
             self._phases[0] = (BETWEEN, time.monotonic())
         self._moved()
@@ -217,15 +217,14 @@ class Supervisor:
                 tell(self.run_dir, failure)
 
     def _look_for_stalls(self, board: Board) -> None:
-        phases = list(self._phases)
-        for name, since in phases[1:] or phases:
-            waited = time.monotonic() - since
-            if waited <= self.budgets.seconds(name):
-                continue
-            message = f"no progress for {waited:.0f} s, budget {self.budgets.explain(name)}"
-            failure = Failure(self.rank, name, self.step, message, kind="stalled")
-            if board.claim(failure):
-                self._leave_stalled(board, failure)
+        name, since = self._phases[-1]
+        waited = time.monotonic() - since
+        if waited <= self.budgets.seconds(name):
+            return
+        message = f"no progress for {waited:.0f} s, budget {self.budgets.explain(name)}"
+        failure = Failure(self.rank, name, self.step, message, kind="stalled")
+        if board.claim(failure):
+            self._leave_stalled(board, failure)
 
     def _leave_stalled(self, board: Board, failure: Failure) -> None:
         """Write this rank's stacks and leave; the rank that put the stall up waits for the others' stacks and tells."""

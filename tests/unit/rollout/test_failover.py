@@ -1,10 +1,11 @@
 """Engines that fail: what they have finished is kept, the rest goes to others, and a lost one comes back with the next weights."""
 
+import contextlib
 import threading
 
 import pytest
 
-from megagrpo.errors import UserError
+from megagrpo.errors import StopRequested, UserError
 from megagrpo.rollout import generation, recovery
 from megagrpo.rollout.engines.base import EngineError, EngineHealth
 from megagrpo.rollout.generation import RolloutFailedError, RolloutGenerator, RolloutRequest
@@ -378,6 +379,29 @@ def test_a_revived_replica_gets_the_newest_version_and_the_log_says_so_with_the_
     engines[1].state = "dead"
     engines[1].errors.append(EngineError("no more restarts"))
     assert ranks.run(lambda rank: publishers[rank].revive()) == [False, False]
+
+
+def test_nobody_waits_for_a_start_once_the_run_is_to_stop(ranks):
+    """One rank was told; all give up alike, and what they wait in is left again."""
+    engines = [Restartable("dead"), Restartable("dead")]  # may_start is never set
+    parts, waiting = recoveries(*engines), []
+    stopping = threading.Event()
+    parts[1]._is_stopping = stopping.is_set
+
+    @contextlib.contextmanager
+    def wait():
+        waiting.append("in")
+        stopping.set()
+        yield
+        waiting.append("out")
+
+    for part in parts:
+        part.waiting = wait
+    publishers = [RecoveringPublisher(Publishes(engines, ranks), part) for part in parts]
+    assert [type(error) for error in ranks.run(lambda rank: publishers[rank].revive())] == [StopRequested] * RANKS
+    assert sorted(waiting) == ["in"] * RANKS + ["out"] * RANKS
+    for engine in engines:
+        engine.may_start.set()
 
 
 def test_a_publish_goes_to_those_who_are_there_and_tells_who_is_not(ranks):

@@ -3,6 +3,8 @@
 import pytest
 
 from megagrpo.config.schema import WatchdogConfig
+from megagrpo.supervision import supervisor as supervisor_module
+from megagrpo.supervision.supervisor import Supervisor
 from megagrpo.supervision.watchdog import RECENT, PhaseBudgets
 
 
@@ -38,3 +40,29 @@ def test_the_message_shows_the_arithmetic(budgets):
     budgets.record("rollout", 2.0)
     assert budgets.explain("rollout") == "20 s (watchdog: 10 x the median 2 s, within 5 to 100 s)"
     assert budgets.explain("update") == "100 s (watchdog.limit_seconds)"
+
+
+def test_a_phases_clock_stands_still_while_another_runs_inside_it(tmp_path, monkeypatch):
+    """An engine that has to be started anew may take longer than the rollout that waits for it ever did."""
+    now, claimed = [0.0], []
+
+    class Board:
+        def claim(self, failure):
+            claimed.append(failure.phase)
+            return False
+
+    monkeypatch.setattr(supervisor_module.time, "monotonic", lambda: now[0])
+    supervisor = Supervisor(tmp_path, WatchdogConfig(factor=1, floor_seconds=5, limit_seconds=5))
+    for at, act in (
+        (0.0, lambda: supervisor.enter("rollout")),
+        (4.0, lambda: supervisor.enter("engine_start")),
+        (8.0, lambda: supervisor._look_for_stalls(Board())),  # 8 s of a rollout, but 4 s of each
+        (8.5, lambda: supervisor.leave("engine_start", 4.5)),
+        (9.0, lambda: supervisor._look_for_stalls(Board())),
+    ):
+        now[0] = at
+        act()
+    assert claimed == []
+    now[0] = 10.0
+    supervisor._look_for_stalls(Board())
+    assert claimed == ["rollout"]
