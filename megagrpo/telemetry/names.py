@@ -10,6 +10,8 @@ GENERATED_TOKENS = "rollout/generated_tokens"  # over all ranks
 SKIPPED_UPDATES = "update/skipped_nonfinite"  # updates of the step that all ranks skipped
 STEP_SECONDS = "time/step_seconds"  # wall-clock, without evaluation and checkpoint
 STEP_CPU_SECONDS = "time/step_cpu_seconds"  # of the same span, summed over all ranks
+PUBLISH = "publish/"  # publish/... are the numbers of a step's publish
+PUBLISH_SECONDS = "time/publish_seconds"  # wall-clock of it, waits for other ranks included
 EVALUATION = "eval/"  # eval/SET is the metric of a held-out set; eval/SET/... are further numbers about it
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.telemetry import names
+from megagrpo.telemetry.publish_summary import PublishSummary
 
 _REPORTED_PACKAGES = (
     "megagrpo",
@@ -38,7 +39,7 @@ def build_summary(
 
     Returns:
         steps, wall_seconds, step_seconds (mean), cpu_seconds_per_step (mean, over all ranks), peak_rss_bytes, eval {set: {first, last,
-        best}} in the order of steps, max_logprob_gap, generated_tokens, versions. A number that no row carries is None; so is a
+        best}} in the order of steps, max_logprob_gap, generated_tokens, publish (`PublishSummary.result`), versions. A number that no row carries is None; so is a
         max_logprob_gap where the gap of any step was not finite (null in its row).
     """
     steps = 0
@@ -46,7 +47,9 @@ def build_summary(
     gaps: list[float] = []
     gap_is_finite = True
     evaluations: dict[str, list[float]] = {}
+    publishes = PublishSummary()
     for row in rows:
+        publishes.add(row)
         if names.STEP_SECONDS in row:
             steps += 1
         for name in totals:
@@ -67,6 +70,7 @@ def build_summary(
         "eval": {name: {"first": values[0], "last": values[-1], "best": max(values)} for name, values in evaluations.items()},
         "max_logprob_gap": max(gaps) if gaps and gap_is_finite else None,
         "generated_tokens": int(totals[names.GENERATED_TOKENS]),
+        "publish": publishes.result(),
         "versions": dict(package_versions() if versions is None else versions),
     }
 
