@@ -134,7 +134,7 @@ def build_session(config: Config, device: torch.device) -> Session:
         algorithm=algorithm,
         updater=updater,
         generator=generator,
-        publisher=RecoveringPublisher(publisher, generator, recovery) if recovery else publisher,
+        publisher=publisher,
         recovery=recovery,
         sampler=sampler,
         pipeline=RolloutPipeline(config, generator, sampler),
