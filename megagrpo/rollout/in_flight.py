@@ -16,8 +16,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from megagrpo.rollout.generation import ScoredCompletions
 from megagrpo.rollout.rollouts import SampleKey
+from megagrpo.rollout.shares import ScoredCompletions
 from megagrpo.types import Completion, Reward
 
 

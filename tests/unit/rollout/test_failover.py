@@ -184,6 +184,36 @@ def test_what_a_replica_failed_on_goes_to_others_and_back_to_it_only_where_there
     assert [len(groups) for groups in states.deal([1.0] * 4, is_retry=True)] == [2, 2]
 
 
+def test_what_fails_a_step_ahead_is_generated_by_others_before_the_weights_change(ranks, build):
+    """So it comes from the weights that the rest of its step comes from, and a checkpoint holds all of it."""
+    generators = build()
+    whole = tokens(ranks.run(lambda rank: generators[rank].generate(request())))
+    dies_at(generators[0].engine, prompt_id=2, ready=False)
+    settled = ranks.run(lambda rank: generators[rank].settle(generators[rank].start(request())))
+    assert sum(len(pending.outcome().completions) for pending in settled) == len(whole)
+    for generator in generators:
+        generator.engine.version = 1  # published
+    results = ranks.run(lambda rank: generators[rank].finish(settled[rank]))
+    assert tokens(results) == whole
+    assert {record.weight_version for record in results[0].records.values()} == {0}
+    assert [generator.replicas.lost for generator in generators] == [{0: "the server is gone"}] * RANKS
+
+
+def test_what_nobody_is_left_for_is_generated_after_the_publish_that_brings_an_engine_back(ranks, build):
+    generators = build()
+    whole = tokens(ranks.run(lambda rank: generators[rank].generate(request())))
+    for generator, prompt_id in zip(generators, (2, 3), strict=True):
+        dies_at(generator.engine, prompt_id, ready=False)
+    settled = ranks.run(lambda rank: generators[rank].settle(generators[rank].start(request())))
+    assert 0 < sum(len(pending.outcome().completions) for pending in settled) < len(whole)
+    for generator in generators:
+        generator.engine.before, generator.engine.ready, generator.engine.version = lambda prompt: None, True, 1
+        generator.replicas.find(0)
+    results = ranks.run(lambda rank: generators[rank].finish(settled[rank]))
+    assert tokens(results) == whole
+    assert {record.weight_version for record in results[0].records.values()} == {0, 1}
+
+
 def test_a_failure_from_before_a_replica_was_found_again_is_no_news():
     """A step ahead is generated before a publish that brings a lost replica back, and is gathered after it."""
     states = ReplicaStates([0])
