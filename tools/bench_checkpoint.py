@@ -99,8 +99,9 @@ class Rank:
 
     def saves(self, asynchronous, repeats):
         """Save `repeats` times; return a row for the first and one for the others."""
+        from megagrpo.checkpoint.commit import Contents
         from megagrpo.checkpoint.folder import Retention
-        from megagrpo.checkpoint.manager import CheckpointManager, Contents
+        from megagrpo.checkpoint.manager import CheckpointManager
         from megagrpo.checkpoint.manifest import Manifest
 
         manager = CheckpointManager(self.folder / "saves", self.collector, Retention(1), asynchronous)

@@ -12,29 +12,23 @@ checkpoints/step_000010/
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch.distributed as dist
 
 from megagrpo.checkpoint import folder as names
 from megagrpo.checkpoint.agreement import SaveError, on_first_rank
+from megagrpo.checkpoint.commit import Commit, Contents
 from megagrpo.checkpoint.identity import share_out
-from megagrpo.checkpoint.manifest import Manifest, ManifestError, read_manifest, record_file, verify_files, write_manifest
+from megagrpo.checkpoint.manifest import Manifest, ManifestError, read_manifest, verify_files
+from megagrpo.checkpoint.plan import ShardPlanner
 from megagrpo.checkpoint.shards import ShardCollector
-from megagrpo.checkpoint.writer import ShardWriter, write_file
+from megagrpo.checkpoint.writer import ShardWriter, yield_to_training
 from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag
 
 FREE_MARGIN = 1.05  # of the bytes of the shards: headers, metadata and small files
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a checkpoint holds beside the shards."""
-
-    manifest: Manifest  # without files
-    texts: Mapping[str, str]  # written by the first rank
-    own_files: Mapping[str, bytes]  # of this rank
-    extras: Callable[[Path], None] = lambda _: None  # writes further files into the folder, on all ranks, while training waits
 
 
 @dataclass
@@ -52,7 +46,19 @@ class Saved:
 class _Pending:
     writer: ShardWriter
     contents: Contents
-    stall_seconds: float
+    stall_seconds: float = 0.0
+    write_seconds: float | None = None  # of the slowest rank; None: not all of them are known to have written
+    commit: Commit | None = None  # on the first rank, once all have
+
+    @property
+    def is_idle(self) -> bool:
+        """Say whether nothing of it is under way on this rank."""
+        return self.writer.is_done and (self.commit is None or self.commit.is_done)
+
+    def commit_outcome(self) -> tuple[int, list[str]]:
+        """See Commit.outcome; first rank, once it has begun."""
+        assert self.commit is not None
+        return self.commit.outcome()
 
 
 class CheckpointManager:
@@ -60,13 +66,16 @@ class CheckpointManager:
 
     def __init__(self, folder: Path, collector: ShardCollector, retention: names.Retention, asynchronous: bool = True):
         self.folder, self.collector, self.retention, self.asynchronous = folder, collector, retention, asynchronous
+        self._planner = ShardPlanner()
         self._pending: _Pending | None = None
-        self._validated = False
         self._removal: threading.Thread | None = None  # of retired checkpoints, on the first rank
 
     def warm_up(self) -> None:
-        """Make the host buffers of a save now, so that the first one costs training no more than the others. Collective over all ranks."""
-        self.collector.collect()
+        """Make the host buffers and the plan of a save now, so that the first one costs training no more than the others.
+
+        Collective over all ranks.
+        """
+        self._planner.plan(self.collector.collect())
 
     @property
     def is_saving(self) -> bool:
@@ -88,12 +97,11 @@ class CheckpointManager:
             needed = sum(all_gather_metadata(self.collector.num_bytes))
             on_first_rank(lambda: self._prepare(partial, needed))
             contents.extras(partial)
-            writer = ShardWriter(partial, self.collector.collect(), contents.own_files, validate=not self._validated)
+            writer = ShardWriter(partial, self._planner.plan(self.collector.collect()), contents.own_files)
         except SaveError:
             self._discard(partial)
             raise
-        self._validated = True
-        self._pending = _Pending(writer, contents, 0.0)
+        self._pending = _Pending(writer, contents)
         if self.asynchronous:
             writer.start()
         else:
@@ -102,44 +110,53 @@ class CheckpointManager:
         return None if self.asynchronous else self.finish()
 
     def poll(self) -> Saved | None:
-        """Finish the save that is being written where all ranks have written their part. Collective over all ranks."""
-        if self._pending is None or all_reduce_flag(not self._pending.writer.is_done):
-            return None
-        return self.finish()
+        """Bring the save that is being written further, where no rank is at work on it; return it once it is complete.
 
-    def finish(self) -> Saved | None:
-        """Wait for the save that is being written and give it its name; without one, return None. Collective over all ranks.
+        Collective over all ranks.
 
         Raises:
             SaveError: on all ranks, where any rank could not write; what was written is removed.
         """
-        if self._pending is None:
+        if self._pending is None or all_reduce_flag(not self._pending.is_idle):
             return None
-        pending, self._pending = self._pending, None
-        started = time.perf_counter()
-        partial = pending.writer.folder
+        return self._advance()
+
+    def finish(self) -> Saved | None:
+        """Wait for the save that is being written; without one, return None. Collective over all ranks. Raises as `poll` does."""
+        saved = None
+        while self._pending is not None:
+            started = time.perf_counter()
+            self._pending.writer.wait()
+            self._pending.stall_seconds += time.perf_counter() - started
+            saved = self._advance()
+        return saved
+
+    def _advance(self) -> Saved | None:
+        """Begin to commit the save once all ranks have written, or end it once that is done; waits for what is under way."""
+        assert self._pending is not None
+        started, pending, partial = time.perf_counter(), self._pending, self._pending.writer.folder
         try:
-            records = pending.writer.commit()
-
-            def publish() -> int:
-                for name, text in pending.contents.texts.items():
-                    write_file(partial / name, text.encode())
-                known = {record.name for record in records}
-                files = (path for path in sorted(partial.rglob("*")) if path.is_file())
-                others = [str(path.relative_to(partial)) for path in files]
-                all_records = [*records, *(record_file(partial, name) for name in others if name not in known)]
-                write_manifest(partial, replace(pending.contents.manifest, files=all_records))
-                names.publish(self.folder, pending.contents.manifest.step)
-                return sum(record.size for record in all_records)
-
-            num_bytes = on_first_rank(publish)
+            if pending.write_seconds is None:
+                problems, pending.write_seconds = pending.writer.problems()
+                if problems:
+                    raise SaveError("; ".join(problems))
+                if dist.get_rank() == 0:
+                    pending.commit = Commit(self.folder, pending.writer, pending.contents, self.retention)
+                pending.stall_seconds += time.perf_counter() - started
+                return None
+            num_bytes, removed = on_first_rank(pending.commit_outcome)
         except SaveError:
+            self._pending = None
             self._discard(partial)
             raise
-        removed = on_first_rank(self._retire)
+        self._pending = None
+        if dist.get_rank() == 0:
+            # In a thread: a large file takes seconds to remove. What is left of it when the process ends, the next one removes.
+            self._removal = threading.Thread(target=self._remove_retired, args=(self._removal,), daemon=True)
+            self._removal.start()
         stall = pending.stall_seconds + time.perf_counter() - started
-        write_seconds = max(all_gather_metadata(pending.writer.outcome.seconds))
-        return Saved(names.checkpoint_path(self.folder, pending.contents.manifest.step), num_bytes, stall, write_seconds, removed)
+        path = names.checkpoint_path(self.folder, pending.contents.manifest.step)
+        return Saved(path, num_bytes, stall, pending.write_seconds, removed)
 
     def candidates(self) -> list[Path]:
         """Return all folders that have a checkpoint's name, newest first, as the first rank sees them. Collective over all ranks."""
@@ -187,24 +204,11 @@ class CheckpointManager:
     def _discard(self, partial: Path) -> None:
         on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
 
-    def _retire(self) -> list[str]:
-        complete = {names.step_of(path): path for path in names.list_complete(self.folder)}
-        scores: dict[int, float] = {}
-        for step, path in complete.items() if self.retention.keep_best else ():
-            try:
-                score = read_manifest(path).score
-            except ManifestError:
-                continue  # damaged since: it has no score, and a resume will name it
-            if score is not None:
-                scores[step] = score
-        gone = names.removable(list(complete), scores, self.retention)
-        for step in gone:
-            names.retire(complete[step])
-        self.await_removal()
-        # In a thread: a large file takes seconds to remove. What is left of it when the process ends, the next one removes.
-        self._removal = threading.Thread(target=lambda: names.remove_retired(self.folder), daemon=True)
-        self._removal.start()
-        return [complete[step].name for step in gone]
+    def _remove_retired(self, before: threading.Thread | None) -> None:
+        yield_to_training()
+        if before is not None:
+            before.join()
+        names.remove_retired(self.folder)
 
     def await_removal(self) -> None:
         """Wait until retired checkpoints are gone from the disk."""

@@ -8,9 +8,10 @@ from pathlib import Path
 from megagrpo.checkpoint import carried as carrying
 from megagrpo.checkpoint.agreement import SaveError, on_first_rank
 from megagrpo.checkpoint.carried import Carried, RandomStates
+from megagrpo.checkpoint.commit import Contents
 from megagrpo.checkpoint.folder import Retention, step_of
 from megagrpo.checkpoint.identity import compare_weights, describe_model, describe_tokenizer, describe_weights
-from megagrpo.checkpoint.manager import CheckpointManager, Contents, Saved
+from megagrpo.checkpoint.manager import CheckpointManager, Saved
 from megagrpo.checkpoint.manifest import Manifest
 from megagrpo.checkpoint.resume import CONFIG_FILE, Choice, check_config, check_identity, choose_checkpoint
 from megagrpo.checkpoint.shards import ShardCollector, load_shards

@@ -1,47 +1,46 @@
-"""Writes one checkpoint's shards: planned by all ranks, written by each in a thread, committed by all.
+"""Writes one checkpoint's shards, each rank its own, in a thread.
 
-plan()     all ranks: who writes what (Megatron's and torch's planners); quick, while training waits
-start()    this rank: a thread writes the shards from host memory, forces them to disk and takes their checksums
-is_done    asked at every step; file writes and checksums hold no Python lock
-commit()   all ranks: the results are gathered and the first rank writes torch's metadata
+start()     this rank: a thread writes the shards from host memory with their checksums, and forces them to disk
+is_done     asked at every step; file writes and checksums hold no Python lock
+problems()  all ranks: what any of them has met
+commit()    first rank: what the others have noted is read, and torch's and Megatron's metadata are written
 
 A thread, because a process that is forked from one with running threads can hang without a word, and the data is in this process.
 """
 
-import inspect
+import contextlib
 import json
 import os
-import queue
+import pickle
+import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
-from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
 
-from megagrpo.checkpoint.agreement import on_first_rank
-from megagrpo.checkpoint.manifest import FileRecord, record_file
+from megagrpo.checkpoint.checksummed_file import ChecksummedFile, write_file
+from megagrpo.checkpoint.manifest import FileRecord
+from megagrpo.checkpoint.plan import ShardPlan
 from megagrpo.parallel.groups import all_gather_metadata
 
-
-class _PlanningStrategy(TorchDistSaveShardedStrategy):
-    """Plans as Megatron does, and hands the plan out instead of callbacks whose failure on one rank leaves the others waiting."""
-
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, planned: Any) -> tuple[FileSystemWriterAsync, Any]:
-        return writer, planned[1]
+NICENESS = 10  # of the thread: where cores are scarce, training gets ten times as much of them
+_NOTES = "written.{rank:05d}"  # what a rank tells the first one of its part; not part of the checkpoint
 
 
 @dataclass
 class WriteOutcome:
     """What became of this rank's part."""
 
-    results: list[Any] = field(default_factory=list)  # of torch's planner
+    results: list[WriteResult] = field(default_factory=list)  # where each shard is
     files: list[FileRecord] = field(default_factory=list)
     seconds: float = 0.0
     error: str = ""
@@ -50,39 +49,25 @@ class WriteOutcome:
 class ShardWriter:
     """This rank's part in the writing of one checkpoint."""
 
-    def __init__(self, folder: Path, state: dict[str, Any], own_files: Mapping[str, bytes], validate: bool):
-        """Plan. Collective over all ranks.
-
+    def __init__(self, folder: Path, plan: ShardPlan, own_files: Mapping[str, bytes]):
+        """
         Args:
             folder: where to, on a file system that all ranks share.
-            state: what `ShardCollector.collect` returned.
+            plan: this rank's shards.
             own_files: further files of this rank: name -> contents.
-            validate: check over all ranks that every shard is written exactly once; the structure stays the same from save to save,
-                so the first save is enough.
-
-        Raises:
-            SaveError: on all ranks, where the first one cannot write.
         """
-        self.folder, self.own_files = folder, dict(own_files)
-        sharded, common = save_preprocess(state, validate)
-        common_strategy = get_default_save_common_strategy()
-        on_first_rank(lambda: common_strategy.save_common(common, folder))
-        strategy = _PlanningStrategy("torch_dist", 1, thread_count=1)
-        self.strategy_config = CheckpointingConfig(strategy.backend, strategy.version)
-        self.writer, self.metadata = strategy.async_save(sharded, folder)
+        self.folder, self.plan, self.own_files = folder, plan, dict(own_files)
         self.outcome = WriteOutcome()
         self._thread: threading.Thread | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors that this rank writes."""
-        buckets = self.writer.write_buckets or []
-        return sum(tensor.numel() * tensor.element_size() for _, _, (_, tensors) in buckets for _, tensor in tensors)
-
     def start(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)  # an exit does not wait: half a save is no save
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)  # an exit does not wait: half a save is no save
         self._thread.start()
+
+    def _run(self) -> None:
+        yield_to_training()
+        self.write()
 
     @property
     def is_done(self) -> bool:
@@ -98,54 +83,57 @@ class ShardWriter:
         """Write this rank's part; never raises, see `outcome`."""
         started = time.perf_counter()
         try:
-            for number, bucket in enumerate(self.writer.write_buckets or []):
-                self.outcome.results += _write_bucket(self.writer, number, bucket)
-                self.outcome.files.append(record_file(self.folder, bucket[1]))
-            for name, contents in self.own_files.items():
-                write_file(self.folder / name, contents)
-                self.outcome.files.append(record_file(self.folder, name))
-        except Exception as error:  # whatever happens in a thread is told by commit(), on all ranks
+            if self.plan.file_name:
+                self._write_shards()
+            self.outcome.files += [write_file(self.folder, name, contents) for name, contents in self.own_files.items()]
+            (self.folder / _NOTES.format(rank=dist.get_rank())).write_bytes(pickle.dumps((self.outcome.results, self.outcome.files)))
+        except Exception as error:  # whatever happens in a thread is told by problems(), on all ranks
             self.outcome.error = f"{type(error).__name__}: {error}"
         self.outcome.seconds = time.perf_counter() - started
 
+    def _write_shards(self) -> None:
+        with ChecksummedFile(self.folder, self.plan.file_name) as file, _without_checksums_of_torch():
+            for item, data in (*self.plan.objects, *self.plan.tensors):
+                start = file.tell()
+                if isinstance(data, torch.Tensor):
+                    torch.save(data, file)
+                else:
+                    file.write(data.getbuffer())
+                length = file.tell() - start
+                self.outcome.results.append(WriteResult(item.index, length, _StorageInfo(self.plan.file_name, start, length)))
+        self.outcome.files.append(file.record())
+
+    def problems(self) -> tuple[list[str], float]:
+        """Return what any rank has met, and the seconds of the slowest. All must be done. Collective over all ranks."""
+        gathered = all_gather_metadata((self.outcome.error, self.outcome.seconds))
+        return [f"rank {rank}: {error}" for rank, (error, _) in enumerate(gathered) if error], max(seconds for _, seconds in gathered)
+
     def commit(self) -> list[FileRecord]:
-        """Write torch's metadata; return the records of all files that ranks have written. Collective over all ranks.
-
-        Raises:
-            SaveError: on all ranks, where any of them could not write.
-        """
-        self.wait()
-        outcomes: list[WriteOutcome] = all_gather_metadata(self.outcome)
-        problems = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
-
-        def finish() -> None:
-            if problems:
-                raise OSError("; ".join(problems))
-            self.writer.finish(self.metadata, [outcome.results for outcome in outcomes])
-            (self.folder / CONFIG_FNAME).write_text(json.dumps(asdict(self.strategy_config)))
-
-        on_first_rank(finish)
-        return [record for outcome in outcomes for record in outcome.files]
+        """Write the metadata; return the records of it and of all files that ranks have written. First rank only; all must be done."""
+        notes = [self.folder / _NOTES.format(rank=rank) for rank in range(dist.get_world_size())]
+        parts = [pickle.loads(path.read_bytes()) for path in notes]
+        FileSystemWriter(self.folder).finish(self.plan.metadata, [results for results, _ in parts])
+        for path in notes:
+            path.unlink()
+        own = [
+            write_file(self.folder, COMMON_STATE_FNAME, self.plan.common),
+            write_file(self.folder, CONFIG_FNAME, json.dumps(self.plan.strategy).encode()),
+        ]
+        return own + [record for _, files in parts for record in files]
 
 
-def write_file(path: Path, contents: bytes) -> None:
-    """Write a file and force it to disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.write(contents)
-        file.flush()
-        os.fsync(file.fileno())
+def yield_to_training() -> None:
+    """Let the kernel prefer other threads to the calling one."""
+    if sys.platform == "linux":  # elsewhere this is the whole process's niceness
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def _write_bucket(writer: FileSystemWriterAsync, number: int, bucket: Any) -> list[Any]:
-    reported: queue.Queue = queue.Queue()
-    counted: queue.Queue = queue.Queue()
-    counted.put(number)
-    # Unwrapped: Megatron's decorator turns the garbage collector off, for a forked process; here it would be training's too, for the
-    # whole time of a write.
-    write = inspect.unwrap(writer.write_preloaded_data)
-    write([writer.transforms], number, bucket, reported, counted, use_fsync=True)
-    _, outcome = reported.get_nowait()
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+@contextlib.contextmanager
+def _without_checksums_of_torch() -> Iterator[None]:
+    """Save tensors without torch's own checksum of each: the manifest has one of the whole file."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

@@ -14,10 +14,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megagrpo.checkpoint import manager as manager_module  # noqa: E402
+from megagrpo.checkpoint import plan as plan_module  # noqa: E402
 from megagrpo.checkpoint import writer as writer_module  # noqa: E402
 from megagrpo.checkpoint.agreement import SaveError  # noqa: E402
+from megagrpo.checkpoint.commit import Contents  # noqa: E402
 from megagrpo.checkpoint.folder import Retention, list_complete  # noqa: E402
-from megagrpo.checkpoint.manager import CheckpointManager, Contents  # noqa: E402
+from megagrpo.checkpoint.manager import CheckpointManager  # noqa: E402
 from megagrpo.checkpoint.manifest import Manifest, read_manifest  # noqa: E402
 from megagrpo.checkpoint.shards import ShardCollector, load_shards  # noqa: E402
 from megagrpo.config.schema import OptimizerConfig  # noqa: E402
@@ -66,6 +68,22 @@ def fill(actor, seed):
         for parameter in chunk.parameters():
             if not getattr(parameter, "tensor_model_parallel", False) and actor.model.groups.tp.size() > 1:
                 dist.broadcast(parameter.data, 0)
+
+
+def halve(actor):
+    """Change every value, alike on ranks that hold the same."""
+    for tensor in states_of(actor):
+        tensor.mul_(0.5)
+    with megatron_region():
+        for chained in actor.optimizer.chained_optimizers:
+            chained._copy_main_params_to_model_params()
+        for chunk in actor.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def refuse_to_plan(sharded):
+    """The second save of a structure writes by the plan of the first."""
+    raise AssertionError("planned again")
 
 
 def weights_of(actor):
@@ -123,8 +141,13 @@ def check_values(layout, recipe):
     total = sum(record.size for name, record in files.items() if name.startswith("__"))
     fair = total / 2
     assert mine <= 1.35 * fair, f"{layout} {recipe}: rank {groups.rank} wrote {mine} of {total} bytes"  # the embedding is a third of all
-    manager.save(contents(2))
-    manager.finish()
+    halve(actor)
+    before = copies(actor)
+    with mock.patch.object(plan_module, "_find", refuse_to_plan):
+        manager.save(contents(2))
+        saved = manager.finish()
+    wrong = restore_is_exact(actor, saved.path, before)
+    assert not wrong, f"{layout} {recipe}: tensors {wrong} of the second save differ"
     assert [path.name for path in list_complete(ROOT / f"{layout}_{recipe}")] == ["step_000001", "step_000002"]
     destroy_groups()
 
@@ -148,22 +171,22 @@ def check_failures():
     manager.save(contents(1))
     manager.finish()
     kept = sorted(path.name for path in folder.iterdir())
-    record_file = writer_module.record_file
+    write_file = writer_module.write_file
 
     def full_disk(*arguments):
         if groups.rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return record_file(*arguments)
+        return write_file(*arguments)
 
     def save(step):
         manager.save(contents(step))
         manager.finish()
 
-    with mock.patch.object(writer_module, "record_file", full_disk):
+    with mock.patch.object(writer_module, "write_file", full_disk):
         refused(lambda: save(2), "rank 1", "No space left on device")
     first_only = lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system"))  # noqa: E731
-    for place in ("write_manifest", "names.publish", "names.remove_leftovers"):
-        with mock.patch(f"megagrpo.checkpoint.manager.{place}", first_only):
+    for place in ("commit.write_manifest", "commit.names.publish", "manager.names.remove_leftovers"):
+        with mock.patch(f"megagrpo.checkpoint.{place}", first_only):
             refused(lambda: save(2), "Read-only file system")
     with mock.patch("torch.distributed.checkpoint.FileSystemWriter.finish", first_only):
         refused(lambda: save(2), "Read-only file system")

@@ -1,0 +1,84 @@
+"""Makes a checkpoint of what all ranks have written: metadata, manifest, rename, retention. On the first rank, in a thread."""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megagrpo.checkpoint import folder as names
+from megagrpo.checkpoint.checksummed_file import write_file
+from megagrpo.checkpoint.manifest import Manifest, ManifestError, read_manifest, record_file, write_manifest
+from megagrpo.checkpoint.writer import ShardWriter, yield_to_training
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds beside the shards."""
+
+    manifest: Manifest  # without files
+    texts: Mapping[str, str]  # written by the first rank
+    own_files: Mapping[str, bytes]  # of this rank
+    extras: Callable[[Path], None] = lambda _: None  # writes further files into the folder, on all ranks, while training waits
+
+
+class Commit:
+    """The commit of one save, under way from its creation on."""
+
+    def __init__(self, folder: Path, writer: ShardWriter, contents: Contents, retention: names.Retention):
+        """
+        Args:
+            folder: of the checkpoints.
+            writer: of the first rank; all ranks have written.
+        """
+        self.folder, self.writer, self.contents, self.retention = folder, writer, contents, retention
+        self._outcome: tuple[int, list[str]] | Exception
+        self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Say whether it has ended, in whatever way."""
+        return not self._thread.is_alive()
+
+    def outcome(self) -> tuple[int, list[str]]:
+        """Wait; return the bytes of all files, and the names of the checkpoints that were retired; or raise what was met."""
+        self._thread.join()
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def _run(self) -> None:
+        yield_to_training()
+        try:
+            self._outcome = self._publish(), retire(self.folder, self.retention)
+        except Exception as error:  # raised where all ranks hear of it
+            self._outcome = error
+
+    def _publish(self) -> int:
+        partial = self.writer.folder
+        records = self.writer.commit()
+        records += [write_file(partial, name, text.encode()) for name, text in self.contents.texts.items()]
+        known = {record.name for record in records}
+        files = (path for path in sorted(partial.rglob("*")) if path.is_file())
+        others = [str(path.relative_to(partial)) for path in files]
+        records += [record_file(partial, name) for name in others if name not in known]
+        write_manifest(partial, replace(self.contents.manifest, files=records))
+        names.publish(self.folder, self.contents.manifest.step)
+        return sum(record.size for record in records)
+
+
+def retire(folder: Path, retention: names.Retention) -> list[str]:
+    """Rename the checkpoints that go, and return their names; they are removed after that. First rank."""
+    complete = {names.step_of(path): path for path in names.list_complete(folder)}
+    scores: dict[int, float] = {}
+    for step, path in complete.items() if retention.keep_best else ():
+        try:
+            score = read_manifest(path).score
+        except ManifestError:
+            continue  # damaged since: it has no score, and a resume will name it
+        if score is not None:
+            scores[step] = score
+    gone = names.removable(list(complete), scores, retention)
+    for step in gone:
+        names.retire(complete[step])
+    return [complete[step].name for step in gone]
