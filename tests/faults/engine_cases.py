@@ -121,11 +121,17 @@ ENGINES = Chain(
         [
             goes_on("its port taken meanwhile", server("take_port", "port.leave", None, rank=1), says=""),
             *two_servers(9),
+            goes_on(
+                "one of two killed when the other one serves the new weights already: that one is given them again",
+                server("await_server", "update.enter", 12),
+                server("kill_server", "server_serve.enter", 13, rank=1),
+                says=rf"(?s)weight version 12: engine replica 0 was started anew.*{lost(1, KILLED, 13)}",
+            ),
             Case(
                 "SIGTERM while one of two is away",
                 "stops",
-                [server("term", "requests.enter", 12, rank=1)],
-                says="stopped by SIGTERM after step 11",
+                [server("term", "requests.enter", 14)],
+                says="stopped by SIGTERM after step 13",
                 leaves=servers_left,
             ),
         ],

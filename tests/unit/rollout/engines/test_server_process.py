@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -175,4 +176,21 @@ def test_a_dead_server_is_started_anew_at_its_address_as_often_as_allowed(tmp_pa
         with pytest.raises(EngineError, match=r"engine.max_restarts = 1 are used up"):
             server.restart()
     finally:
+        server.stop()
+
+
+def test_a_dead_server_whose_port_is_taken_is_started_anew_on_another(tmp_path):
+    server = OwnedServer(Kind(tmp_path, first=SERVER), tmp_path / "log")
+    listener = socket.socket()
+    try:
+        first = server.address
+        os.kill(server.pid, signal.SIGKILL)
+        end_of(server)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", int(first.rpartition(":")[2])))
+        listener.listen()
+        server.restart()
+        assert server.address != first and server.describe_end() is None
+    finally:
+        listener.close()
         server.stop()
