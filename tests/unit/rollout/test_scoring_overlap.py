@@ -1,0 +1,55 @@
+"""Scores are made while other groups are generated: the slowest completion of a step keeps no reward worker waiting."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from megagrpo.rollout.engines.base import EngineError, EngineHealth
+from megagrpo.rollout.generation import RolloutGenerator, RolloutRequest
+from megagrpo.types import Prompt, Reward, SamplingParams
+
+WAIT_SECONDS = 30.0
+
+
+class OneRank:
+    rank, world_size = 0, 1
+
+
+class Workers:
+    """Scores in threads of their own; `scored` counts the groups that are done."""
+
+    def __init__(self):
+        self.scored = threading.Semaphore(0)
+        self._pool = ThreadPoolExecutor(2)
+
+    def submit(self, prompts, completions):
+        def score():
+            rewards = [Reward(float(completion.index), {"index": float(completion.index)}) for completion in completions]
+            self.scored.release()
+            return rewards
+
+        return self._pool.submit(score)
+
+
+def test_a_straggler_does_not_block_scoring(one_rank, engine):
+    """The engine goes on with the last prompt only when the rewards of all others are there."""
+    workers = Workers()
+
+    def before(prompt):
+        if prompt.id == 3:
+            assert all(workers.scored.acquire(timeout=WAIT_SECONDS) for _ in range(3)), "nothing is scored before the last group ends"
+
+    engine.before = before
+    prompts = [Prompt(number, str(number), (1, 2)) for number in range(4)]
+    rollouts = RolloutGenerator(engine, workers, OneRank(), [0]).generate(RolloutRequest(prompts, SamplingParams(8), 2))
+    assert sorted(rollouts.records) == [(group, place) for group in range(4) for place in range(2)]
+    assert [record.reward.value for record in rollouts.records.values()] == [0.0, 1.0] * 4
+
+
+def test_a_failing_group_leaves_the_scores_of_those_before_it(one_rank, engine):
+    """What is scored when an engine fails is kept, also where nobody takes over."""
+    engine.health = lambda: EngineHealth(False, "dead", None, "killed")
+    engine.before = lambda prompt: (_ for _ in ()).throw(EngineError("the server is gone")) if prompt.id == 2 else None
+    generator = RolloutGenerator(engine, Workers(), OneRank(), [0], is_embedded=False)
+    prompts = [Prompt(number, str(number), (1, 2)) for number in range(4)]
+    share = generator.settle(generator.start(RolloutRequest(prompts, SamplingParams(8), 2))).outcome()
+    assert sorted(share.rewards) == sorted(share.completions) == [(0, 0), (0, 1), (1, 0), (1, 1)]
