@@ -51,12 +51,12 @@ def build_engine(request, tiny_hf_folder, server_address):
 
 @pytest.fixture
 def publish_through_a_group():
-    """A function (engine name, address, HF folder): trainer ranks publish to the server through a process group; see the worker."""
+    """A function (engine name, address, HF folder, ...): trainer ranks publish to the server through a process group; see the worker."""
     from torchrun_launch import run_torchrun
 
-    def publish(name, address, folder):
+    def publish(name, address, folder, tensor_parallel=1, layouts=("full", "sharded")):
         worker = Path(__file__).with_name("group_publish_worker.py")
-        assert f"GROUP OK {name}" in run_torchrun(2, [str(worker)], name, address, folder)
+        assert f"GROUP OK {name}" in run_torchrun(2, [str(worker)], name, address, folder, tensor_parallel, *layouts)
 
     return publish
 
