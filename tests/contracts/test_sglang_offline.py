@@ -57,6 +57,11 @@ def test_there_is_no_http_server_of_sglangs(owner):
     assert "--offline" in psutil.Process(owner.pid).cmdline()
 
 
+def test_trainer_ranks_publish_straight_to_its_ranks(owner, tiny_hf_folder, publish_through_a_group):
+    """Whole tensors: SGLang pads these small layers on a CPU."""
+    publish_through_a_group("sglang", owner.address, tiny_hf_folder("qwen3", tie_word_embeddings=True), layouts=("full",))
+
+
 def test_it_ends_when_its_scheduler_dies(owner):
     (scheduler,) = [child for child in psutil.Process(owner.pid).children() if "scheduler" in child.name()]
     scheduler.kill()

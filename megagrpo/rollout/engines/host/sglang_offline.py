@@ -44,9 +44,9 @@ def build_routes(manager: Any) -> dict[tuple[str, str], Handler]:
     async def info(body: bytes) -> bytes:
         return json.dumps({"model_path": manager.model_path}).encode()
 
-    def session(method: str, request: Any) -> Handler:
+    def update(method: str, request: Any) -> Handler:
         async def call(body: bytes) -> bytes:
-            return _told(*await getattr(manager, method)(request(), None))
+            return _told(*await getattr(manager, method)(request(**json.loads(body or b"{}")), None))
 
         return call
 
@@ -62,14 +62,18 @@ def build_routes(manager: Any) -> dict[tuple[str, str], Handler]:
         ("POST", "/generate"): generate,
         ("POST", "/abort_request"): abort,
         ("POST", "/update_weights_from_tensor"): load,
+        ("POST", "/init_weights_update_group"): update("init_weights_update_group", io_struct.InitWeightsUpdateGroupReqInput),
+        ("POST", "/update_weights_from_distributed"): update(
+            "update_weights_from_distributed", io_struct.UpdateWeightsFromDistributedReqInput
+        ),
         ("POST", "/pause_generation"): control("pause_generation", io_struct.PauseGenerationReqInput),
         ("POST", "/continue_generation"): control("continue_generation", io_struct.ContinueGenerationReqInput),
         ("POST", "/release_memory_occupation"): control("release_memory_occupation", io_struct.ReleaseMemoryOccupationReqInput, None),
         ("POST", "/resume_memory_occupation"): control("resume_memory_occupation", io_struct.ResumeMemoryOccupationReqInput, None),
     }
     if hasattr(io_struct, "BeginWeightUpdateReqInput"):  # SGLang 0.5.21 and later
-        routes["POST", "/begin_weight_update"] = session("begin_weight_update", io_struct.BeginWeightUpdateReqInput)
-        routes["POST", "/end_weight_update"] = session("end_weight_update", io_struct.EndWeightUpdateReqInput)
+        routes["POST", "/begin_weight_update"] = update("begin_weight_update", io_struct.BeginWeightUpdateReqInput)
+        routes["POST", "/end_weight_update"] = update("end_weight_update", io_struct.EndWeightUpdateReqInput)
     return routes
 
 
