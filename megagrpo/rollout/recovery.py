@@ -66,7 +66,7 @@ class RecoveringPublisher(Publisher):
                     raise
                 self._note_lost(version)
                 continue
-            for replica in self.recovery.published():
+            for replica in self.recovery.published(chosen):
                 self._told.pop(replica, None)
                 self._notes.append(f"weight version {version}: engine replica {replica} was started anew and generates again")
             return stats
@@ -146,9 +146,9 @@ class ReplicaRecovery:
             self.engine.restart(of_replica[self.replica].address)  # a follower takes note of it
         return usable, not usable and not self.is_given_up and any(report.state == "starting" for report in of_replica.values())
 
-    def published(self) -> list[int]:
-        """Let the replicas that were started anew, and have just taken the weights, generate again; return them."""
-        found, self._started = self._started, []
+    def published(self, chosen: Collection[int]) -> list[int]:
+        """Let those of `chosen` that were started anew, and have just taken the weights, generate again; return them."""
+        found = [replica for replica in self._started if replica in chosen]
         for replica in found:
             self.states.find(replica)
             if replica == self.replica:

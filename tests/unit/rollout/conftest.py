@@ -1,11 +1,13 @@
 """A rollout pipeline on one rank, with an engine and rewards that do what a test tells them."""
 
+import threading
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from megagrpo.config.load import load_config
+from megagrpo.rollout import generation, recovery
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler
@@ -115,3 +117,49 @@ def build_pipeline(one_rank, engine):
         return RolloutPipeline(config, RolloutGenerator(engine, ScriptedRewards(), OneRank(), [0]), sampler)
 
     return build
+
+
+RANKS = 2
+
+
+class Ranks:
+    """Runs a function in a thread per rank; stands in for the one collective that is used."""
+
+    def __init__(self):
+        self.barrier = threading.Barrier(RANKS, timeout=60.0)
+        self.values = [None] * RANKS
+        self.local = threading.local()
+
+    def all_gather(self, value):
+        self.values[self.local.rank] = value
+        self.barrier.wait()
+        gathered = list(self.values)
+        self.barrier.wait()
+        return gathered
+
+    def run(self, function):
+        results = [None] * RANKS
+
+        def call(rank):
+            self.local.rank = rank
+            try:
+                results[rank] = function(rank)
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+            assert not thread.is_alive()
+        return results
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    ranks = Ranks()
+    monkeypatch.setattr(generation, "all_gather_metadata", ranks.all_gather)
+    monkeypatch.setattr(recovery, "all_gather_metadata", ranks.all_gather)
+    monkeypatch.setattr(generation.time, "sleep", lambda seconds: ranks.__dict__.setdefault("slept", []).append(seconds))
+    return ranks
