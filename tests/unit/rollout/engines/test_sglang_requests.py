@@ -1,13 +1,16 @@
 """What goes to an SGLang server and what comes back, without a server. Answers are written down from those of SGLang 0.5.23."""
 
 import base64
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from megagrpo.config.schema import EngineConfig
+from megagrpo.rollout.engines import sglang
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.completions import build_completion
 from megagrpo.rollout.engines.http_client import EngineClient
@@ -29,6 +32,13 @@ def build(tiny_hf_folder, monkeypatch):
         return SglangEngine(tiny_hf_folder(family), EngineConfig(name="sglang", addresses=("http://127.0.0.1:9",), **fields), tokenizer)
 
     return build
+
+
+def test_every_route_that_is_called_is_also_there_without_sglangs_http_server():
+    """`engine.offline` serves what is written down in its module alone."""
+    folder = Path(sglang.__file__).parent
+    called, served = (set(re.findall(r'"(/[a-z_]+)"', (folder / name).read_text())) for name in ("sglang.py", "host/sglang_offline.py"))
+    assert {"/generate", "/update_weights_from_tensor"} <= called <= served
 
 
 def answer(**meta):
