@@ -27,10 +27,6 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
         yield "engine.offline: true: engine.addresses names servers that run already"
     yield from _check_replicas(engine, world_size)
     yield from _check_probe(config, hf_config)
-    if config.weights.delta and config.weights.layout == "full":
-        yield "weights.delta: true: needs weights.layout sharded or auto, full tensors are always sent whole"
-    if config.weights.delta and config.weights.transport not in ("auto", "shared_memory"):
-        yield f"weights.delta: true: needs weights.transport shared_memory or auto, not {config.weights.transport}"
     for field in ("start_timeout_seconds", "request_timeout_seconds"):
         limit = config.run.collective_timeout_seconds
         if getattr(engine, field) >= limit:
@@ -117,6 +113,8 @@ def _check_quantization(config: Config, hf_config: Mapping[str, Any]) -> Iterato
         yield f"{place}: servers of such models compute in bfloat16; take precision.recipe bf16"
     if config.weights.layout == "sharded":
         yield f"{place}: weights.layout sharded has no place for scales; take full, or auto, which is full then"
+    if config.weights.delta:
+        yield f"{place}: weights.delta: layers of a quantised model are loaded whole"
     heads, hidden = hf_config.get("num_attention_heads"), hf_config.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return

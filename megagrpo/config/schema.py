@@ -130,7 +130,7 @@ class WeightsConfig(Section):
     )
     folder: str | None = Field(None, description="of transport disk: a folder that engines reach too; null: DIR/weights")
     delta: bool = Field(
-        False, description="send only blocks that changed since the engines' version, bitwise; layout sharded by shared_memory"
+        False, description="send only what changed since the engines' version, bitwise: blocks, or whole tensors under layout full"
     )
     probe_tokens: NonNegativeInt = Field(
         8, description="log-probs of this many sampled tokens are compared with the trainer's before published weights serve; 0: none are"

@@ -39,8 +39,8 @@ def build_summary(
 
     Returns:
         steps, wall_seconds, step_seconds (mean), cpu_seconds_per_step (mean, over all ranks), peak_rss_bytes, eval {set: {first, last,
-        best}} in the order of steps, max_logprob_gap, generated_tokens, publish (`PublishSummary.result`), versions. A number that no row carries is None; so is a
-        max_logprob_gap where the gap of any step was not finite (null in its row).
+        best}} in the order of steps, max_logprob_gap, generated_tokens, publish (`PublishSummary.result`), versions. A number that no row
+        carries is None; so is a max_logprob_gap where the gap of any step was not finite (null in its row).
     """
     steps = 0
     totals = {names.STEP_SECONDS: 0.0, names.STEP_CPU_SECONDS: 0.0, names.GENERATED_TOKENS: 0.0}

@@ -102,7 +102,7 @@ def build_transport(
         dtype: of the weights in the engines.
         bucket_bytes: a rank's memory stays within two of these, but for a fused parameter that is larger.
         folder: of `disk`.
-        delta: send only what changed; of `shared_memory` and layout `sharded`.
+        delta: send only what changed.
         quantize: send linear layers and experts as blockwise float8; of layout `full`.
     """
     groups, hf = model.groups, model.hf
@@ -115,12 +115,12 @@ def build_transport(
     assert len({digest for _, digest in gathered}) == 1, f"ranks planned differently: {gathered}"
     reader = (QuantizingReader if quantize else SliceReader)(model, plan, groups.rank)
     context = TransportContext(plan, reader, groups.rank, groups.world_size, tuple(owners), dtype, timeout_seconds, gathered[0][0])
-    if delta:
-        return DeltaTransport(context)
     if kind is DiskTransport:
         assert folder is not None
-        return DiskTransport(context, folder)
-    return kind(context)
+        transport: Transport = DiskTransport(context, folder)
+    else:
+        transport = kind(context)
+    return DeltaTransport(transport) if delta else transport
 
 
 def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, engine: Engine) -> Publisher:
@@ -137,8 +137,6 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
     name = choose_transport(weights.transport, engine.transports, urlsplit(engine.address).hostname or "")
-    if weights.delta and name != "shared_memory":
-        raise UserError(f"weights.delta: true: needs transport shared_memory, here it is {name}")
     grid, quantize = EngineGrid(num_replicas, config.engine.tensor_parallel), config.engine.quantization != "none"
 
     def transport(grid: EngineGrid) -> Transport:
@@ -146,8 +144,7 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
         timeout = float(config.run.collective_timeout_seconds)
         if name == "group":  # an engine must answer that nothing came before its own silence is taken for its end
             timeout = min(timeout, config.engine.request_timeout_seconds / GROUP_WAITS_IN_A_REQUEST)
-        delta = weights.delta and grid.layout == "sharded"
-        return build_transport(name, model, grid, owners, engine.dtype, weights.bucket_bytes, timeout, folder, delta, quantize)
+        return build_transport(name, model, grid, owners, engine.dtype, weights.bucket_bytes, timeout, folder, weights.delta, quantize)
 
     probe = None
     if weights.probe_tokens:

@@ -58,6 +58,15 @@ class DeltaTracker:
         """Forget what was noted, and that engines may build on it."""
         self._pending, self.version = {}, None
 
+    def is_changed(self, transfer: Transfer) -> bool:
+        """Say whether a transfer's slices differ from those of `version`. Notes them too."""
+        self.note(transfer)
+        key = transfer.source, transfer.box
+        bits = _BITS[self._pending[key][0].dtype.itemsize]
+        return any(
+            bool((new.view(bits) != old.view(bits)).any()) for new, old in zip(self._pending[key], self._published[key], strict=True)
+        )
+
     def changes(self, transfer: Transfer, grid: tuple[int, ...]) -> list[Change]:
         """Return what differs of a transfer's slices from those of `version`; `grid`: of the target. Notes them too."""
         self.note(transfer)
@@ -84,7 +93,7 @@ def compare(place: Box, grid: tuple[int, ...], new: torch.Tensor, old: torch.Ten
         bits = _BITS[new.dtype.itemsize]
         changed = (ours.view(bits) != theirs.view(bits)).any(-1)
         if changed.any():
-            packed = np.packbits(changed.reshape(-1).numpy()).tobytes().hex()
+            packed = np.packbits(changed.reshape(-1).cpu().numpy()).tobytes().hex()
             found.append((Patch(start + first, stride, rows, blocks, length, packed), ours[changed]))
     return found
 

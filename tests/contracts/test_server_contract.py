@@ -22,6 +22,7 @@ from megagrpo.errors import UserError
 from megagrpo.rollout.engines import ENGINES
 from megagrpo.rollout.engines.base import EngineError
 from megagrpo.rollout.engines.bucket_file import bucket_file
+from megagrpo.rollout.engines.host.manifest import TensorEntry
 from megagrpo.rollout.engines.weights import checkpoint_tensors
 from megagrpo.types import Prompt
 
@@ -181,6 +182,34 @@ def test_a_version_that_fails_its_probe_never_serves_and_the_next_one_heals(
     publish(engine, model, version=2)
     assert engine.weight_version == 2
     assert_logprobs_match(model, prompts, engine.generate(prompts, params(), range(2)))
+
+
+def changes_of(manifest, unchanged, base):
+    """A bucket that says of further tensors that they are what they were."""
+    left_out = (TensorEntry(name, "float32", tuple(tensor.shape), 0, 0, "00000000", None, ()) for name, tensor in unchanged)
+    return replace(manifest, tensors=(*manifest.tensors, *left_out), base=base)
+
+
+@servers
+def test_tensors_that_did_not_change_are_left_out_of_an_update(build_engine, prompts, model, other_model):
+    engine = build_engine()
+    publish(engine, model, version=1)
+    name, tensor = weights(other_model)[2]
+    unchanged = [(other, value) for other, value in weights(model) if other != name]
+    dict(model.named_parameters())[name].data.copy_(tensor)
+    for version in (2, 3):  # the second time the engine holds another version than the one that the changes are to
+        engine.begin_update(version)
+        with bucket_file(version, [(name, tensor)]) as manifest:
+            if version == 3:
+                with pytest.raises(EngineError, match="changes to version 1 came, this engine rank holds version 2"):
+                    engine.receive(changes_of(manifest, unchanged, base=1))
+                engine.abort_update()
+                continue
+            engine.receive(changes_of(manifest, unchanged, base=1))
+        engine.commit_update(version)
+        assert_logprobs_match(model, prompts, engine.generate(prompts, params(), range(2)))
+    publish(engine, other_model, version=3)
+    assert_logprobs_match(other_model, prompts, engine.generate(prompts, params(), range(2)))
 
 
 def fused_parameters(model, shapes):

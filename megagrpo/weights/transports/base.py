@@ -6,7 +6,7 @@ exist during a publish only. A subclass says where the memory is and how the sli
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from megagrpo.weights.sources import SourceTensor
 from megagrpo.weights.targets import TargetTensor
 
 SLOTS = 2
+NO_CHECKSUM = "00000000"  # of no bytes
 
 
 @dataclass
@@ -52,6 +53,19 @@ class TransportContext:
         return self.dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
 
 
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring bytes of a slot that one rank has: blocks of a parameter that changed."""
+
+    replica: int
+    destination: int
+    number: int  # of the parameter, in the bucket's layout
+    start: int  # element of all that is sent of the parameter
+    elements: int
+    offset: int  # in the slot
+    nbytes: int
+
+
 class Transport(ABC):
     """Brings a bucket's slices together, for every replica at once.
 
@@ -68,6 +82,8 @@ class Transport(ABC):
         self.stats = TransportStats()
         self.version = -1
         self.chosen: tuple[int, ...] = ()  # replicas of the publish that is under way
+        self.base: int | None = None  # the version that they hold, if what they have is not sent
+        self.left_out: dict[int, frozenset[int]] = {}  # bucket -> positions of parameters that they have; of layout `full`
         self.memory: dict[tuple[int, int], torch.Tensor] = {}  # (replica, slot) -> bytes [slot_bytes], of those that this rank can reach
 
     @cached_property
@@ -92,7 +108,14 @@ class Transport(ABC):
 
     def sends(self, bucket: int) -> list[Transfer]:
         """Return what this rank sends of a bucket in this publish."""
-        return [transfer for transfer in self._all_sends[bucket] if transfer.replica in self.chosen]
+        left_out = self.left_out.get(bucket, frozenset())
+        return [transfer for transfer in self._all_sends[bucket] if transfer.replica in self.chosen and transfer.target not in left_out]
+
+    def receives(self, bucket: int, replica: int, destination: int) -> list[Transfer]:
+        """Return what an engine rank gets of a bucket in this publish."""
+        left_out = self.left_out.get(bucket, frozenset())
+        found = self.plan.receives(self.plan.buckets[bucket], replica, destination)
+        return [transfer for transfer in found if transfer.target not in left_out]
 
     @property
     def base_version(self) -> int | None:
@@ -108,7 +131,7 @@ class Transport(ABC):
         Raises:
             OSError: there is no room.
         """
-        self.version, self.chosen = version, tuple(replicas)
+        self.version, self.chosen, self.base, self.left_out = version, tuple(replicas), base_version, {}
         self.stats = TransportStats()
         for replica in self.own_replicas:
             for slot in range(SLOTS):
@@ -134,6 +157,15 @@ class Transport(ABC):
     @abstractmethod
     def write_slices(self, bucket: int, slot: int) -> None:
         """Do what `write` says, in the transport's way."""
+
+    @abstractmethod
+    def carry(self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]) -> None:
+        """Bring changes to their places in the slot, instead of slices. Collective over all ranks.
+
+        Args:
+            runs: of every rank, by rank.
+            blocks: this rank's, of any shape, one for each of its runs.
+        """
 
     @abstractmethod
     def location(self, replica: int, slot: int) -> dict[str, Any]:
@@ -174,12 +206,18 @@ class Transport(ABC):
         for placed, checksum in zip(self.layouts[bucket].tensors, checksums, strict=True):
             target, rank = placed.target, placed.destination if sharded else None
             dtype = str(self.context.dtype_of(target)).removeprefix("torch.")
-            entries.append(TensorEntry(target.name, dtype, target.shape, placed.offset, placed.nbytes, checksum, rank))
-        return BucketManifest(version, self.name, location, self.plan.grid.layout, tuple(entries))
+            entry = TensorEntry(target.name, dtype, target.shape, placed.offset, placed.nbytes, checksum, rank)
+            is_left_out = placed.position in self.left_out.get(bucket, frozenset())
+            entries.append(replace(entry, offset=0, nbytes=0, checksum=NO_CHECKSUM, patches=()) if is_left_out else entry)
+        return BucketManifest(version, self.name, location, self.plan.grid.layout, tuple(entries), self.base)
 
     def manifest(self, version: int, bucket: int, slot: int, replica: int, checksums: Sequence[str]) -> BucketManifest:
         """Return the manifest of a complete bucket of a replica; what its location names is there when this returns. The owner's call."""
-        return self.describe(version, bucket, checksums, self.location(replica, slot))
+        return self.hand_out(self.describe(version, bucket, checksums, self.location(replica, slot)), bucket, slot, replica)
+
+    def hand_out(self, described: BucketManifest, bucket: int, slot: int, replica: int) -> BucketManifest:
+        """Make what a manifest's location names, where it is not there yet; return the manifest as it goes to the engine."""
+        return described
 
     # ---- what subclasses share
 
@@ -197,6 +235,11 @@ class Transport(ABC):
         """Copy this rank's slices of a transfer straight from the weights to their places."""
         for place, tensor in self.context.reader.read(transfer):
             self.put(bucket, slot, transfer, place, tensor)
+
+    def put_runs(self, slot: int, runs: Sequence[Run], blocks: Sequence[torch.Tensor]) -> None:
+        """Copy blocks to their places."""
+        for run, tensor in zip(runs, blocks, strict=True):
+            self.memory[run.replica, slot][run.offset : run.offset + run.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
 
     def clear_padding(self, bucket: int, slot: int) -> None:
         """Zero the rows that nobody sends in the slots that this rank owns."""

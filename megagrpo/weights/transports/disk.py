@@ -36,9 +36,8 @@ class DiskTransport(GatheringTransport):
         """Return the file's path."""
         return {"path": str(self._file(replica, slot).resolve())}
 
-    def manifest(self, version: int, bucket: int, slot: int, replica: int, checksums: Sequence[str]) -> BucketManifest:
-        """Write the file, and describe it: offsets count from its first byte."""
-        described = super().manifest(version, bucket, slot, replica, checksums)
+    def hand_out(self, described: BucketManifest, bucket: int, slot: int, replica: int) -> BucketManifest:
+        """Write the file; offsets count from its first byte."""
         header, entries = lay_out_safetensors(described.tensors)
         target = self._file(replica, slot)
         partial = target.with_suffix(".partial")
@@ -65,13 +64,14 @@ class DiskTransport(GatheringTransport):
 def lay_out_safetensors(tensors: Sequence[TensorEntry]) -> tuple[bytes, tuple[TensorEntry, ...]]:
     """Return the head of a safetensors file of these tensors, without gaps, and the tensors with their offsets in it.
 
-    A slice of one engine rank is named RANK/NAME there, since the ranks' slices share names.
+    A slice of one engine rank is named RANK/NAME there, since the ranks' slices share names; changes to a tensor are bytes.
     """
     header, position = {}, 0
     for entry in tensors:
         name = entry.name if entry.rank is None else f"{entry.rank}/{entry.name}"
         end = position + entry.nbytes
-        header[name] = {"dtype": _SAFETENSORS_DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [position, end]}
+        dtype, shape = (_SAFETENSORS_DTYPES[entry.dtype], list(entry.shape)) if entry.patches is None else ("U8", [entry.nbytes])
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 64)  # the first tensor begins at a multiple of 64, the others at one of their element size

@@ -5,7 +5,7 @@ owner that it has slices for; the owner lays the slices out in its slot.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megagrpo.weights.boxes import sizes
 from megagrpo.weights.plan import Transfer
-from megagrpo.weights.transports.base import SLOTS, Transport
+from megagrpo.weights.transports.base import SLOTS, Run, Transport
 
 _MESSAGE_ALIGNMENT = 16  # bytes
 
@@ -39,26 +39,44 @@ class GatheringTransport(Transport):
         for transfer in outgoing.get(self.rank, []):
             self.put_own(bucket, slot, transfer)
             self.stats.written_bytes += self.plan.transfer_bytes(transfer)
+        for owner, senders in self._rounds(incoming):
+            transfers = outgoing.get(owner, []) if owner != self.rank else []
+            arriving = {sender: self._empty(sum(map(self._message_bytes, incoming[sender]))) for sender in senders}
+            self._exchange(owner, self._pack(transfers), arriving)
+            for sender, message in arriving.items():
+                self._unpack(bucket, slot, incoming[sender], message)
+            self.stats.written_bytes += sum(self.plan.transfer_bytes(transfer) for transfer in transfers)
+
+    def carry(self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]) -> None:
+        """Send blocks to their owners, in rounds too, and lay out those that come. Collective over all ranks."""
+        owner_of = self.context.owners
+        incoming = {sender: [run for run in sent if owner_of[run.replica] == self.rank] for sender, sent in enumerate(runs)}
+        own = [(run, tensor) for run, tensor in zip(runs[self.rank], blocks, strict=True) if owner_of[run.replica] == self.rank]
+        self.put_runs(slot, [run for run, _ in own], [tensor for _, tensor in own])
+        for owner, senders in self._rounds({sender: coming for sender, coming in incoming.items() if coming and sender != self.rank}):
+            is_mine = owner == self.rank
+            parts = [part for run, part in zip(runs[self.rank], blocks, strict=True) if owner_of[run.replica] == owner and not is_mine]
+            message = torch.cat([self._empty(0), *(part.reshape(-1).view(torch.uint8) for part in parts)])
+            arriving = {sender: self._empty(sum(run.nbytes for run in incoming[sender])) for sender in senders}
+            self._exchange(owner, message, arriving)
+            for sender, found in arriving.items():
+                self.put_runs(slot, incoming[sender], found.split([run.nbytes for run in incoming[sender]]))
+
+    def _rounds(self, senders: Collection[int]) -> Iterator[tuple[int, list[int]]]:
+        """Yield, for each round, the owner that this rank sends to and those of `senders` that send to this rank."""
         owners = sorted({self.context.owners[replica] for replica in self.chosen})
         for number in range(len(owners)):
             owner = owners[(self.rank + number) % len(owners)]
-            senders = [sender for sender in incoming if owners[(sender + number) % len(owners)] == self.rank]
-            transfers = outgoing.get(owner, []) if owner != self.rank else []
-            self._exchange(bucket, slot, owner, transfers, {sender: incoming[sender] for sender in senders})
+            yield owner, [sender for sender in senders if owners[(sender + number) % len(owners)] == self.rank]
 
-    def _exchange(self, bucket: int, slot: int, owner: int, transfers: list[Transfer], incoming: dict[int, list[Transfer]]) -> None:
-        """Send `transfers` to `owner` while the messages of `incoming` arrive."""
-        message = self._pack(transfers)
-        arriving = {sender: self._empty(expected) for sender, expected in incoming.items()}
+    def _exchange(self, owner: int, message: torch.Tensor, arriving: dict[int, torch.Tensor]) -> None:
+        """Send a message to `owner`, if it is not empty, while those of other ranks arrive."""
         self.note_peak(message.nbytes + sum(buffer.nbytes for buffer in arriving.values()))
         pending = [dist.P2POp(dist.irecv, buffer, sender) for sender, buffer in arriving.items()]
-        if transfers:
+        if len(message):
             pending.append(dist.P2POp(dist.isend, message, owner))
         for work in dist.batch_isend_irecv(pending) if pending else []:
             work.wait(timedelta(seconds=self.context.timeout_seconds))
-        for sender, buffer in arriving.items():
-            self._unpack(bucket, slot, incoming[sender], buffer)
-        self.stats.written_bytes += sum(self.plan.transfer_bytes(transfer) for transfer in transfers)
         self.stats.sent_bytes += message.nbytes
 
     def close(self) -> None:
@@ -80,16 +98,16 @@ class GatheringTransport(Transport):
             transfer
             for replica in self.own_replicas
             for destination in range(self.plan.grid.destinations)
-            for transfer in self.plan.receives(self.plan.buckets[bucket], replica, destination)
+            for transfer in self.receives(bucket, replica, destination)
         ]
         senders: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in expected:
             senders[transfer.sender].append(transfer)
         return {sender: self._by_owner(transfers)[self.rank] for sender, transfers in senders.items() if sender != self.rank}
 
-    def _empty(self, transfers: list[Transfer]) -> torch.Tensor:
+    def _empty(self, nbytes: int) -> torch.Tensor:
         device = next(iter(self.context.reader.model.chunks[0].parameters())).device
-        return torch.empty(sum(self._message_bytes(transfer) for transfer in transfers), dtype=torch.uint8, device=device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def _message_bytes(self, transfer: Transfer) -> int:
         """Return the bytes that a transfer takes in a message: the next one begins where any dtype may."""
@@ -104,7 +122,7 @@ class GatheringTransport(Transport):
             position += self._message_bytes(transfer)
 
     def _pack(self, transfers: list[Transfer]) -> torch.Tensor:
-        message = self._empty(transfers)
+        message = self._empty(sum(map(self._message_bytes, transfers)))
         for transfer, elements in self._cut(transfers, message):
             position = 0
             for _, tensor in self.context.reader.read(transfer):

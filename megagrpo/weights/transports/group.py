@@ -12,9 +12,10 @@ ranks there are; an engine rank holds the messages of a bucket and the parameter
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from ipaddress import ip_address
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -31,7 +32,7 @@ from megagrpo.weights.partial_checksums import combine_shares, compute_share
 from megagrpo.weights.plan import Transfer
 from megagrpo.weights.publisher import agree
 from megagrpo.weights.reader import SliceReader
-from megagrpo.weights.transports.base import SLOTS, Transport, TransportContext
+from megagrpo.weights.transports.base import SLOTS, Run, Transport, TransportContext
 
 
 class GroupTransport(Transport):
@@ -48,6 +49,8 @@ class GroupTransport(Transport):
         self._is_whole = False  # the last publish was committed: the groups are
         self._shares: dict[tuple[int, int], list[int]] = {}  # (replica, position in the layout) -> shares of all ranks, of one bucket
         self._largest_piece = 0
+        # Changes that a slot's bucket holds, of all ranks and this one's blocks; None: it holds slices.
+        self._carried: list[tuple[Sequence[Sequence[Run]], Sequence[torch.Tensor]] | None] = [None] * SLOTS
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
         self._sending: Future[None] | None = None
         # One for each bucket on its way: what it made of a bucket when that was written is needed again when it is sent.
@@ -103,6 +106,7 @@ class GroupTransport(Transport):
 
     def write(self, bucket: int, slot: int) -> None:
         """Make a bucket ready to be sent. Collective over all ranks."""
+        self._carried[slot] = None
         self._readers[slot].forget()
         self._readers[slot].prepare(self.plan.buckets[bucket])
         self.write_slices(bucket, slot)
@@ -128,6 +132,10 @@ class GroupTransport(Transport):
             for key, share in part.items():
                 self._shares[key].append(share)
 
+    def carry(self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]) -> None:
+        """Keep the blocks until they are sent. Not collective."""
+        self._carried[slot] = runs, blocks
+
     def checksums(self, bucket: int, slot: int) -> dict[tuple[int, int], str]:
         """Return the checksums of the parameters of the replicas that this rank owns."""
         return {
@@ -146,18 +154,15 @@ class GroupTransport(Transport):
             sending, self._sending = self._sending, None
             sending.result()
 
-    def manifest(self, version: int, bucket: int, slot: int, replica: int, checksums: Sequence[str]) -> BucketManifest:
-        """Describe a bucket by the messages that it comes in; offsets count from the first byte of each engine rank's part."""
-        layout = self.layouts[bucket]
-        location = self.location(replica, slot) | {"messages": self._describe_messages(bucket, replica)}
-        begins: dict[int, int] = {}
-        for placed in layout.tensors:
-            begins.setdefault(placed.destination, placed.offset)
-        described = self.describe(version, bucket, checksums, location)
-        entries = zip(described.tensors, layout.tensors, strict=True)
-        return replace(
-            described, tensors=tuple(replace(entry, offset=entry.offset - begins[placed.destination]) for entry, placed in entries)
-        )
+    def hand_out(self, described: BucketManifest, bucket: int, slot: int, replica: int) -> BucketManifest:
+        """Describe the messages that a bucket comes in; offsets count from the first byte of each engine rank's part."""
+        location = described.location | {"messages": self._describe_messages(bucket, slot, replica)}
+        begins: dict[int | None, int] = {}
+        for entry in described.tensors:
+            if entry.nbytes:
+                begins[entry.rank] = min(begins.get(entry.rank, entry.offset), entry.offset)
+        moved = (replace(entry, offset=entry.offset - begins[entry.rank]) if entry.nbytes else entry for entry in described.tensors)
+        return replace(described, location=location, tensors=tuple(moved))
 
     def location(self, replica: int, slot: int) -> dict[str, Any]:
         """Return the group's name."""
@@ -189,20 +194,33 @@ class GroupTransport(Transport):
 
     def _send(self, bucket: int, slot: int) -> None:
         """Send a message to every engine rank that this rank has slices for; neighbouring ranks begin with different ones."""
-        messages: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        for transfer in self.sends(bucket):
-            messages[transfer.replica, transfer.destination].append(transfer)
+        messages = self._group_blocks(slot) if self._carried[slot] else self._group_transfers(bucket, slot)
         receivers = sorted(messages)
         first = self.rank % max(len(receivers), 1)
         try:
             for replica, destination in receivers[first:] + receivers[:first]:
-                message = self._pack(messages[replica, destination], self._readers[slot])
+                message = messages[replica, destination]()
                 self.note_peak(message.nbytes + self._largest_piece)
                 self._groups[replica].send(message, destination)
-                self.stats.written_bytes += message.nbytes
+                self.stats.written_bytes += message.nbytes if self._carried[slot] is None else 0  # changes are counted where they are found
                 self.stats.sent_bytes += message.nbytes
         finally:
             self._readers[slot].forget()
+
+    def _group_transfers(self, bucket: int, slot: int) -> dict[tuple[int, int], Callable[[], torch.Tensor]]:
+        """Return what makes the message to each (replica, engine rank) that this rank has slices for."""
+        found: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+        for transfer in self.sends(bucket):
+            found[transfer.replica, transfer.destination].append(transfer)
+        return {receiver: partial(self._pack, transfers, self._readers[slot]) for receiver, transfers in found.items()}
+
+    def _group_blocks(self, slot: int) -> dict[tuple[int, int], Callable[[], torch.Tensor]]:
+        """Return what makes the message to each (replica, engine rank) that this rank has changes for."""
+        found: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+        runs, blocks = self._carried[slot] or ((), ())
+        for run, part in zip(runs[self.rank], blocks, strict=True):
+            found[run.replica, run.destination].append(part.reshape(-1).view(torch.uint8))
+        return {receiver: partial(torch.cat, parts) for receiver, parts in found.items()}
 
     def _pack(self, transfers: list[Transfer], reader: SliceReader) -> torch.Tensor:
         """Return the bytes of a message: the pieces without gaps, those of larger elements first, so that all lie where their dtype may."""
@@ -222,14 +240,19 @@ class GroupTransport(Transport):
     def _before(self, transfer: Transfer) -> int:
         return -self._dtype_of(transfer).itemsize
 
-    def _describe_messages(self, bucket: int, replica: int) -> list[list[dict[str, Any]]]:
+    def _describe_messages(self, bucket: int, slot: int, replica: int) -> list[list[dict[str, Any]]]:
         """Return, for each engine rank that receives, the messages that come: from which rank, and the pieces in their order."""
         layout, senders = self.layouts[bucket], self._senders[replica]
         numbers = _numbers(layout)
         described = []
+        carried = self._carried[slot]
         for destination in range(self.plan.grid.destinations):
             pieces: dict[int, list[tuple[int, Box]]] = defaultdict(list)
-            for transfer in sorted(self.plan.receives(self.plan.buckets[bucket], replica, destination), key=self._before):
+            for rank, runs in enumerate(carried[0] if carried else ()):
+                for run in runs:
+                    if (run.replica, run.destination) == (replica, destination):
+                        pieces[rank].append((run.number, ((run.start, run.start + run.elements),)))
+            for transfer in sorted(self.receives(bucket, replica, destination) if carried is None else (), key=self._before):
                 number = numbers[destination, transfer.target]
                 place = transfer.place[-len(layout.tensors[number].target.shape) :]  # without the expert's own dimension, if there is one
                 pieces[transfer.sender].append((number, place))

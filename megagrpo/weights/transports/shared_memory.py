@@ -1,11 +1,12 @@
 """Buckets in shared memory, for trainer ranks and engines of one machine: each rank copies its slices straight to their places."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from megagrpo.rollout.engines.host.manifest import checksum_of
-from megagrpo.weights.transports.base import SLOTS, Transport, TransportContext
+from megagrpo.weights.transports.base import SLOTS, Run, Transport, TransportContext
 from megagrpo.weights.transports.mapped_file import MappedFile, slot_path
 
 
@@ -35,6 +36,10 @@ class SharedMemoryTransport(Transport):
             self.put_own(bucket, slot, transfer)
             self.stats.planned_bytes += self.plan.transfer_bytes(transfer)
             self.stats.written_bytes += self.plan.transfer_bytes(transfer)
+
+    def carry(self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's blocks. Not collective."""
+        self.put_runs(slot, runs[self.rank], blocks)
 
     def checksums(self, bucket: int, slot: int) -> dict[tuple[int, int], str]:
         """Share the parameters out over all ranks: each can see all of them."""

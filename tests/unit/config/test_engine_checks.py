@@ -40,16 +40,6 @@ def problems_of(tmp_path, monkeypatch):
         ),
         (
             1,
-            ["engine.name=vllm", "weights.layout=full", "weights.delta=true"],
-            "weights.delta: true: needs weights.layout sharded or auto, full tensors are always sent whole",
-        ),
-        (
-            1,
-            ["engine.name=vllm", "weights.transport=disk", "weights.delta=true"],
-            "weights.delta: true: needs weights.transport shared_memory or auto, not disk",
-        ),
-        (
-            1,
             ["engine.name=vllm", "weights.probe_tokens=1020"],
             "weights.probe_tokens: 1020: with a prompt of 8, more than max_position_embeddings = 1024",
         ),
@@ -105,6 +95,11 @@ def problems_of(tmp_path, monkeypatch):
         ),
         (
             1,
+            [*FP8, "weights.delta=true"],
+            "engine.quantization: fp8_block: weights.delta: layers of a quantised model are loaded whole",
+        ),
+        (
+            1,
             ["engine.quantization=fp8_block"],
             "engine.quantization: fp8_block: engine.name transformers lives in the ranks, it has no server",
         ),
@@ -119,6 +114,7 @@ def test_a_mistake_is_told_with_what_is_allowed(problems_of, world_size, overrid
     [
         [],
         ["engine.name=vllm", "weights.delta=true", "weights.probe_tokens=1016"],
+        ["engine.name=vllm", "weights.delta=true", "weights.layout=full", "weights.transport=disk"],
         ["weights.bucket_bytes=1000000"],
         FP8,
         ["engine.name=vllm", "engine.replicas=2", "engine.tensor_parallel=2", "engine.max_model_len=768"],

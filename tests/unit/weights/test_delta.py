@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megagrpo.rollout.engines.host.held_version import HeldVersion
 from megagrpo.rollout.engines.host.manifest import BucketManifest, ManifestError, TensorEntry, checksum_of, open_tensors
 from megagrpo.weights.boxes import slices
 from megagrpo.weights.delta import BLOCK_ELEMENTS, compare
@@ -46,8 +47,9 @@ def test_changes_make_the_old_tensor_into_the_new_one(tmp_path, shape, grid, pla
         new.view(-1)[torch.randperm(old.numel(), generator=generator)[:changes]] += 1.0
         manifest, nbytes = sent(tmp_path, old, new, places, grid)
         manifest = BucketManifest.from_json(manifest.to_json())
-        ((_, received),) = open_tensors(manifest, 0, {"w": old})
-        assert torch.equal(received, new)
+        received = dict(open_tensors(manifest, 0, {"w": old}))
+        assert received.keys() == ({"w"} if changes else set())  # where nothing changed there is nothing to load
+        assert torch.equal(received.get("w", old), new)
         assert nbytes <= changes * BLOCK_ELEMENTS * dtype.itemsize
         assert (nbytes == 0) == (changes == 0)
 
@@ -79,3 +81,25 @@ def test_the_engines_own_tensor_is_not_written(tmp_path):
     manifest, _ = sent(tmp_path, old, torch.ones(100), [((0, 100),)], (100,))
     list(open_tensors(manifest, 0, {"w": old}))
     assert not old.any()
+
+
+def bucket_of(version, base):
+    return BucketManifest(version, "shared_memory", {}, "full", (), base)
+
+
+def test_changes_are_refused_by_an_engine_rank_that_does_not_hold_what_they_are_changes_to():
+    held = HeldVersion()
+    with pytest.raises(ManifestError, match="changes to version 3 came, this engine rank holds version None"):
+        held.check(bucket_of(4, 3))
+    for version, base in ((3, None), (4, 3)):
+        for _ in range(2):  # two buckets
+            held.check(bucket_of(version, base))
+            held.begin(version)
+        held.commit(version)
+    with pytest.raises(ManifestError, match="changes to version 3 came, this engine rank holds version 4"):
+        held.check(bucket_of(5, 3))
+    held.check(bucket_of(5, 4))
+    held.begin(5)  # and no more of it comes
+    with pytest.raises(ManifestError, match="changes to version 4 came, this engine rank holds parts of version 5"):
+        held.check(bucket_of(6, 4))
+    held.check(bucket_of(6, None))

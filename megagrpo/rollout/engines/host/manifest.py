@@ -55,7 +55,8 @@ class TensorEntry:
     nbytes: int
     checksum: str  # `checksum_of` the tensor; with patches, of the bytes sent
     rank: int | None = None  # the engine rank that it is for; None: every rank of the engine
-    patches: tuple[Patch, ...] | None = None  # None: all is sent; else blocks, patch by patch, to lay over what the rank has
+    # None: all is sent; else blocks, patch by patch, to lay over what the rank has. Where there are no patches nothing is loaded.
+    patches: tuple[Patch, ...] | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -75,6 +76,7 @@ class BucketManifest:
     location: dict[str, Any]  # where the bytes are, as the transport says; JSON only
     layout: str
     tensors: tuple[TensorEntry, ...]
+    base: int | None = None  # the version that what is not sent is left as it is in; None: all is sent
 
     def to_json(self) -> str:
         """Return the manifest as one line of JSON."""
@@ -156,6 +158,8 @@ def open_tensors(
     for entry in manifest.entries_for(rank):
         if entry.patches is None:
             yield entry.name, read_entry(entry, memory, prod(entry.shape), entry.shape)
+        elif not entry.patches:
+            continue
         elif current is None or entry.name not in current:
             raise ManifestError(f"weight {entry.name!r}: its changes were sent, but engine rank {rank} has no older version of it")
         else:
@@ -213,7 +217,7 @@ def _open_cuda_memory(location: dict[str, Any]) -> torch.Tensor:
 
 
 def apply_patches(entry: TensorEntry, memory: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-    """Return a CPU copy of `current` with the blocks that changed.
+    """Return a copy of `current` with the blocks that changed.
 
     Raises:
         ManifestError: shape or dtype is another, a patch goes beyond the tensor, or `read_entry` refuses the blocks.
@@ -221,7 +225,7 @@ def apply_patches(entry: TensorEntry, memory: torch.Tensor, current: torch.Tenso
     if tuple(current.shape) != entry.shape or current.dtype != entry.torch_dtype:
         have = f"{current.dtype} {list(current.shape)}"
         raise ManifestError(f"weight {entry.name!r}: changes of torch.{entry.dtype} {list(entry.shape)}, the engine rank has {have}")
-    tensor = current.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    tensor = current.detach().clone(memory_format=torch.contiguous_format)
     patches = entry.patches or ()
     masks = [patch.mask() for patch in patches]
     counts = [int(mask.sum()) * patch.length for mask, patch in zip(masks, patches, strict=True)]
@@ -231,7 +235,7 @@ def apply_patches(entry: TensorEntry, memory: torch.Tensor, current: torch.Tenso
         if patch.start < 0 or end > tensor.numel():
             raise ManifestError(f"weight {entry.name!r}: a patch ends at element {end} of {tensor.numel()}")
         size, stride = (patch.rows, patch.blocks, patch.length), (patch.stride, patch.length, 1)
-        tensor.view(-1).as_strided(size, stride, patch.start)[mask] = blocks.view(-1, patch.length)
+        tensor.view(-1).as_strided(size, stride, patch.start)[mask.to(tensor.device)] = blocks.view(-1, patch.length).to(tensor.device)
     return tensor
 
 

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from held_version import HeldVersion
 from manifest import BucketManifest, ManifestError, build_ack, checksum_of, open_tensors
 from sglang_gate import set_gate
 from sglang_instructions import LOAD_FORMAT, read_instruction
@@ -21,6 +22,7 @@ NO_SESSION = "no weight-update session is open: begin_weight_update comes first"
 
 
 _joined: TransferGroup | None = None  # this scheduler process's membership in a group with trainer ranks
+_held = HeldVersion()  # by this rank
 
 
 def install() -> None:
@@ -112,6 +114,7 @@ def follow(updater: Any, request: Any) -> tuple[bool, str]:
         if not updater.flush_cache():
             return False, "keys and values of older weights are in use: requests were not retracted"
         set_gate(closed=True)
+        _held.commit(operand)
         updater.record_weight_version_after_update(request.weight_version)
         return True, json.dumps(gather({"version": operand}, group))
     return False, f"not an instruction: {action}"
@@ -142,6 +145,7 @@ def load_bucket(manifest_json: str, model: torch.nn.Module, group: Any) -> tuple
     rank = torch.distributed.get_rank(group)
     try:
         manifest = BucketManifest.from_json(manifest_json)
+        _held.check(manifest)
         memory = receive_bucket(manifest) if manifest.transport == "group" else None
         tensors, error = list(open_tensors(manifest, rank, dict(model.named_parameters()), memory)), None  # views, checked
         if manifest.layout == "sharded":
@@ -151,6 +155,7 @@ def load_bucket(manifest_json: str, model: torch.nn.Module, group: Any) -> tuple
     if failed := first_error(gather(error, group)):
         return False, f"nothing was loaded: {failed}"
     try:
+        _held.begin(manifest.version)
         load = load_parameters if manifest.layout == "sharded" else type(model).load_weights
         load(model, tensors)
     except Exception as caught:

@@ -165,8 +165,9 @@ def _piece_bytes(entry: TensorEntry, place: list[list[int]]) -> int:
 
 def _lay_out(entry: TensorEntry, place: list[list[int]], piece: torch.Tensor, memory: torch.Tensor) -> None:
     """Copy a piece, uint8 [bytes], to its place in its tensor's memory."""
-    tensor = memory[entry.offset : entry.offset + entry.nbytes].view(entry.torch_dtype).view(entry.shape)
-    if len(place) != tensor.dim() or any(not 0 <= start <= stop <= size for (start, stop), size in zip(place, entry.shape, strict=True)):
+    flat = memory[entry.offset : entry.offset + entry.nbytes].view(entry.torch_dtype)
+    tensor = flat.view(entry.shape) if entry.patches is None else flat  # of changes, a stretch of the blocks that are sent
+    if len(place) != tensor.dim() or any(not 0 <= start <= stop <= size for (start, stop), size in zip(place, tensor.shape, strict=True)):
         raise ManifestError(f"weight {entry.name!r}: a piece at {place} of a tensor of shape {list(entry.shape)}")
     target = tensor[tuple(slice(start, stop) for start, stop in place)]
     target.copy_(piece.view(entry.torch_dtype).view(target.shape))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import vllm_transfer
+from held_version import HeldVersion
 from manifest import BucketManifest, ManifestError, build_ack, open_tensors
 from vllm.platforms import current_platform
 from vllm_reload import LayerwiseReload
@@ -62,6 +63,7 @@ class WeightReceiver:
                 raise ManifestError(f"weight version {version}: {lacks}")
             if current_platform.is_cpu():
                 vllm_cpu.pack_weights(self._model())
+            self._held.commit(int(version))
             self._weight_update = None
             return {"rank": self.rank, "version": int(version)}
         except Exception as error:
@@ -84,14 +86,23 @@ class WeightReceiver:
         return {"rank": self.rank, "checksums": checksums}
 
     def _load(self, manifest: BucketManifest, memory: torch.Tensor | None = None) -> dict[str, Any]:
+        self._held.check(manifest)
         current = dict(self._model().named_parameters()) if manifest.layout == "sharded" else None
         tensors = list(open_tensors(manifest, self.rank, current, memory))  # all are verified before the first is loaded
+        self._held.begin(manifest.version)
         loaded = self._load_full(manifest.version, tensors) if manifest.layout == "full" else self._write_slices(tensors)
+        if manifest.base is not None:
+            loaded = {name for name, _ in self._model().named_parameters()}  # what did not come is what it was
         self._note_loaded(manifest.version, loaded)
         return build_ack(manifest, self.rank)
 
     def _model(self) -> torch.nn.Module:
         return self.model_runner.get_model()
+
+    @property
+    def _held(self) -> HeldVersion:
+        self.__dict__.setdefault("_held_version", HeldVersion())
+        return self._held_version
 
     def _update_in_progress(self) -> tuple[int | None, set[str]]:
         return getattr(self, "_weight_update", None) or (None, set())
