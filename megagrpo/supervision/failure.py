@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megagrpo.errors import RelayedError, UserError
+from megagrpo.supervision import exit_codes
 
 # How torch.distributed words the loss of a peer. There is one exception type for all of its errors, so only the words tell.
 _ECHOES = (
@@ -41,6 +42,11 @@ class Failure:
     def place(self) -> str:
         """Return e.g. `step 3, phase update`."""
         return f"phase {self.phase}" if self.step is None else f"step {self.step}, phase {self.phase}"
+
+    @property
+    def peer_exit_code(self) -> int:
+        """Return the code that the other ranks leave with."""
+        return exit_codes.USER_ERROR if self.kind == "user" else exit_codes.PEER_FAILED
 
     def describe(self) -> str:
         """Return the lines that the user gets to see. A user's mistake is told as it is: it is the same on all ranks."""

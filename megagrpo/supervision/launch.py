@@ -13,12 +13,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import psutil
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megagrpo.supervision import exit_codes
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+FINAL = (exit_codes.USER_ERROR, exit_codes.INTERRUPTED)  # no restart after these
+
+
+class _Agent(LocalElasticAgent):
+    """torchrun's agent, which does not restart ranks that the user has ended, or whose mistake they would only meet again."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if any(failure.exitcode in FINAL for failure in result.failures.values()):
+            self._remaining_restarts = 0
+        return result
 
 
 def run_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0, module: str = "megagrpo.train") -> int:
@@ -26,24 +41,26 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0, m
 
     They meet on the loopback at a port that the system picks while the store opens it, so nothing can take it between.
     """
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=max_restarts,
-        signals_to_handle="SIGQUIT,SIGHUP",  # the agent's own; those of FORWARDED are ours
+    rendezvous = get_rendezvous_handler(
+        RendezvousParameters("c10d", "127.0.0.1:0", uuid.uuid4().hex, min_nodes=1, max_nodes=1, local_addr="127.0.0.1")
     )
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=num_ranks,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=("-m", module, *arguments),
+        max_restarts=max_restarts,
+        local_addr="127.0.0.1",
+    )
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT,SIGHUP"  # the agent's own; those of FORWARDED are ours
     _quiet_agent()
     try:
         with _signals_go_to_ranks():
-            elastic_launch(config, sys.executable)("-m", module, *arguments)
-    except ChildFailedError as error:
-        return explain(list(error.failures.items()))
-    return exit_codes.DONE
+            result = _Agent(spec, DefaultLogsSpecs()).run()
+    finally:
+        rendezvous.shutdown()
+    return explain(list(result.failures.items())) if result.is_failed() else exit_codes.DONE
 
 
 def _quiet_agent() -> None:

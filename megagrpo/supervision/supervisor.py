@@ -142,7 +142,7 @@ class Supervisor:
         first = board.first_failure()
         assert first is not None
         note_for_launcher(f"left because rank {first.rank} failed")
-        return exit_codes.USER_ERROR if failure.kind == first.kind == "user" else exit_codes.PEER_FAILED
+        return first.peer_exit_code
 
     def _wait_for_cause(self, board: Board) -> None:
         """Give the rank that met the cause the time to say so, or to be found dead."""
@@ -205,7 +205,7 @@ class Supervisor:
             assert first is not None
             dump_stacks(self.run_dir / "errors", self.rank)
             note_for_launcher(f"left because rank {first.rank} failed")
-            leave_now(exit_codes.PEER_FAILED)
+            leave_now(first.peer_exit_code)
 
     def _look_for_the_dead(self, board: Board) -> None:
         for rank in self._siblings.dead():
