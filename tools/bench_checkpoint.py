@@ -3,7 +3,8 @@
     python tools/bench_checkpoint.py                         # 116 M parameters on TP2; 15 GB of disk and 8 GB of memory are assumed
     python tools/bench_checkpoint.py --quick --json a.json   # a tiny model, seconds
 
-A random model with a filled AdamW state is saved `--repeats` times in each way into a fresh folder, then loaded by fresh processes. Every
+A random model with a filled AdamW state is saved `--repeats` times in each way into a fresh folder (`sync`; `async`, in the background;
+`export`, in the background and as an HF folder too), then loaded by fresh processes. Every
 number is over all ranks, the largest counts; of the repeats the median, the first one (new files, checks of the plan) apart.
 
     stall       seconds that training stands still: copy, plan and commit; for a synchronous save all of it
@@ -97,12 +98,21 @@ class Rank:
             total += sum(range(20000 + number))
         return time.perf_counter() - started
 
-    def saves(self, asynchronous, repeats):
+    def saves(self, kind, repeats):
         """Save `repeats` times; return a row for the first and one for the others."""
         from megagrpo.checkpoint.commit import Contents
         from megagrpo.checkpoint.folder import Retention
+        from megagrpo.checkpoint.hf_share import collect_share
         from megagrpo.checkpoint.manager import CheckpointManager
         from megagrpo.checkpoint.manifest import Manifest
+        from megagrpo.weights.export import WeightExporter
+
+        asynchronous = kind != "sync"
+        exporter = WeightExporter(self.actor.model)
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+        def export():
+            return collect_share(exporter.tensors(), self.collector.staging, rank, ranks)
 
         manager = CheckpointManager(self.folder / "saves", self.collector, Retention(1), asynchronous)
         before, measured = reset_high_water(), []
@@ -114,7 +124,7 @@ class Rank:
             manager.await_removal()  # the saves of a run are many steps apart
             self.gather(None)
             started = time.perf_counter()
-            saved = manager.save(Contents(manifest, {}, {}))
+            saved = manager.save(Contents(manifest, {}, {}, export if kind == "export" else dict))
             slowed = []
             while saved is None:
                 slowed.append(self.work())
@@ -126,7 +136,6 @@ class Rank:
         own = sum(path.stat().st_size for path in saved.path.glob(f"__{os.environ['RANK']}_*.distcp"))
         peaks = self.gather({"peak_extra_bytes": high_water_bytes() - before, "own_shard_bytes": own})
         worst = max(peaks, key=lambda each: each["peak_extra_bytes"] / each["own_shard_bytes"])
-        kind = "async" if asynchronous else "sync"
         later = {name: statistics.median(row[name] for row in measured[1:]) for name in measured[0]}
         return [
             {"operation": f"save {kind}, {when}", "layout": SAVED_AS, **row, **worst}
@@ -161,7 +170,7 @@ class Rank:
 def run_rank(job):
     """One job on one rank; the first rank prints the rows."""
     rank = Rank(job["shape"], LAYOUTS[job["layout"]], job["folder"])
-    rows = rank.load(job["layout"]) if job["kind"] == "load" else rank.saves(job["kind"] == "async", job["repeats"])
+    rows = rank.load(job["layout"]) if job["kind"] == "load" else rank.saves(job["kind"], job["repeats"])
     parameters = sum(rank.gather(sum(p.numel() for chunk in rank.actor.model.chunks for p in chunk.parameters())))
     if int(os.environ["RANK"]) == 0:
         for row in rows:
@@ -219,7 +228,7 @@ def main():
     heads = ("stall s", "write s", "slowdown", "load s", "verify s", "MB", "peak")
     print(f"{'operation':18s} {'layout':6s} {' '.join(f'{head:>9s}' for head in heads)}")
     try:
-        for kind, layout in [("sync", SAVED_AS), ("async", SAVED_AS), *(("load", name) for name in arguments.layouts)]:
+        for kind, layout in [("sync", SAVED_AS), ("async", SAVED_AS), ("export", SAVED_AS), *(("load", name) for name in arguments.layouts)]:
             job = {"kind": kind, "layout": layout, "shape": QUICK if arguments.quick else FULL, "folder": str(folder)}
             for row in launch(job | {"repeats": arguments.repeats}, timeout_seconds=1800):
                 rows.append(row)

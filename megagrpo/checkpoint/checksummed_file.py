@@ -2,10 +2,13 @@
 
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megagrpo.checkpoint.manifest import FileRecord
+
+FileContents = bytes | Sequence[bytes | memoryview]  # of a file: as a whole, or in parts that follow one another
 
 
 class ChecksummedFile:
@@ -53,8 +56,9 @@ class ChecksummedFile:
             self._file.close()
 
 
-def write_file(folder: Path, name: str, contents: bytes) -> FileRecord:
+def write_file(folder: Path, name: str, contents: FileContents) -> FileRecord:
     """Write a file, force it to disk and return the manifest's record of it."""
     with ChecksummedFile(folder, name) as file:
-        file.write(contents)
+        for part in [contents] if isinstance(contents, bytes) else contents:
+            file.write(part)
     return file.record()

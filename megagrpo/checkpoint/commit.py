@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megagrpo.checkpoint import folder as names
-from megagrpo.checkpoint.checksummed_file import write_file
+from megagrpo.checkpoint.checksummed_file import FileContents, write_file
 from megagrpo.checkpoint.manifest import Manifest, ManifestError, read_manifest, record_file, write_manifest
 from megagrpo.checkpoint.writer import ShardWriter, yield_to_training
 
@@ -18,7 +18,8 @@ class Contents:
     manifest: Manifest  # without files
     texts: Mapping[str, str]  # written by the first rank
     own_files: Mapping[str, bytes]  # of this rank
-    extras: Callable[[Path], None] = lambda _: None  # writes further files into the folder, on all ranks, while training waits
+    collect: Callable[[], Mapping[str, FileContents]] = dict  # returns further files of this rank; on all ranks, while training waits
+    copy_files: Callable[[Path], None] = lambda _: None  # puts further files into the folder; on the first rank, in the background
 
 
 class Commit:
@@ -58,6 +59,7 @@ class Commit:
         partial = self.writer.folder
         records = self.writer.commit()
         records += [write_file(partial, name, text.encode()) for name, text in self.contents.texts.items()]
+        self.contents.copy_files(partial)
         known = {record.name for record in records}
         files = (path for path in sorted(partial.rglob("*")) if path.is_file())
         others = [str(path.relative_to(partial)) for path in files]

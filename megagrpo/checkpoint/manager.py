@@ -96,8 +96,8 @@ class CheckpointManager:
         try:
             needed = sum(all_gather_metadata(self.collector.num_bytes))
             on_first_rank(lambda: self._prepare(partial, needed))
-            contents.extras(partial)
-            writer = ShardWriter(partial, self._planner.plan(self.collector.collect()), contents.own_files)
+            own_files = {**contents.own_files, **contents.collect()}
+            writer = ShardWriter(partial, self._planner.plan(self.collector.collect()), own_files)
         except SaveError:
             self._discard(partial)
             raise

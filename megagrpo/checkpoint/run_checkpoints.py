@@ -6,10 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megagrpo.checkpoint import carried as carrying
-from megagrpo.checkpoint.agreement import SaveError, on_first_rank
+from megagrpo.checkpoint.agreement import SaveError
 from megagrpo.checkpoint.carried import Carried, RandomStates
+from megagrpo.checkpoint.checksummed_file import FileContents
 from megagrpo.checkpoint.commit import Contents
 from megagrpo.checkpoint.folder import Retention, step_of
+from megagrpo.checkpoint.hf_share import FOLDER, collect_share
 from megagrpo.checkpoint.identity import compare_weights, describe_model, describe_tokenizer, describe_weights
 from megagrpo.checkpoint.manager import CheckpointManager, Saved
 from megagrpo.checkpoint.manifest import Manifest
@@ -19,7 +21,7 @@ from megagrpo.checkpoint.state import STATE_FILE, TrainerState
 from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.errors import UserError
-from megagrpo.models.hf_files import TOKENIZER_PATTERNS, write_hf_folder
+from megagrpo.models.hf_files import TOKENIZER_PATTERNS
 from megagrpo.models.megatron_files import copy_hf_files
 from megagrpo.session import Session
 from megagrpo.telemetry import names
@@ -185,29 +187,25 @@ class RunCheckpoints:
             manifest,
             {STATE_FILE: state.to_json(), CONFIG_FILE: dump_config(self.config)},
             self._own_files | self._rollouts.files(),
-            lambda folder: self._write_extras(folder, state.step),
+            *self._exports(state.step),
         )
         self._retry = False
         self._done(self.manager.save(contents))
 
-    def _write_extras(self, folder: Path, step: int) -> None:
-        on_first_rank(lambda: self._copy_hf_files(folder / "hf_files"))
-        if self.settings.hf_every and step % self.settings.hf_every == 0:
-            tensors = self.session.publisher.exporter.tensors()
-            error: Exception | None = None
-            if self.session.groups.rank == 0:
-                try:
-                    write_hf_folder(tensors, folder / "hf_files", folder / "hf")
-                except Exception as caught:  # safetensors tells a full disk by a type of its own
-                    error = caught
-            for _ in tensors:  # the others take part in the collectives; the first rank too, where it could not write
-                pass
+    def _exports(self, step: int) -> tuple[Callable[[], Mapping[str, FileContents]], Callable[[Path], None]]:
+        """Return what collects this rank's part of an HF export, where one is due, and what copies the config and tokenizer beside it."""
+        if not (self.settings.hf_every and step % self.settings.hf_every == 0):
+            return dict, lambda folder: self._copy_hf_files(folder / "hf_files")
+        groups = self.session.groups
 
-            def tell() -> None:
-                if error is not None:
-                    raise error
+        def collect() -> Mapping[str, FileContents]:
+            return collect_share(self.session.publisher.exporter.tensors(), self.manager.collector.staging, groups.rank, groups.world_size)
 
-            on_first_rank(tell)
+        def copy_files(folder: Path) -> None:
+            self._copy_hf_files(folder / "hf_files")
+            shutil.copytree(folder / "hf_files", folder / FOLDER, dirs_exist_ok=True)
+
+        return collect, copy_files
 
     def _copy_hf_files(self, target: Path) -> None:
         copy_hf_files(self.hf_folder, target)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megagrpo.checkpoint.checksummed_file import ChecksummedFile, write_file
+from megagrpo.checkpoint.checksummed_file import ChecksummedFile, FileContents, write_file
 from megagrpo.checkpoint.manifest import FileRecord
 from megagrpo.checkpoint.plan import ShardPlan
 from megagrpo.parallel.groups import all_gather_metadata
@@ -49,7 +49,7 @@ class WriteOutcome:
 class ShardWriter:
     """This rank's part in the writing of one checkpoint."""
 
-    def __init__(self, folder: Path, plan: ShardPlan, own_files: Mapping[str, bytes]):
+    def __init__(self, folder: Path, plan: ShardPlan, own_files: Mapping[str, FileContents]):
         """
         Args:
             folder: where to, on a file system that all ranks share.
