@@ -228,7 +228,8 @@ def main():
     heads = ("stall s", "write s", "slowdown", "load s", "verify s", "MB", "peak")
     print(f"{'operation':18s} {'layout':6s} {' '.join(f'{head:>9s}' for head in heads)}")
     try:
-        for kind, layout in [("sync", SAVED_AS), ("async", SAVED_AS), ("export", SAVED_AS), *(("load", name) for name in arguments.layouts)]:
+        saves = [(kind, SAVED_AS) for kind in ("sync", "async", "export")]
+        for kind, layout in [*saves, *(("load", name) for name in arguments.layouts)]:
             job = {"kind": kind, "layout": layout, "shape": QUICK if arguments.quick else FULL, "folder": str(folder)}
             for row in launch(job | {"repeats": arguments.repeats}, timeout_seconds=1800):
                 rows.append(row)
