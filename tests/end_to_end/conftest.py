@@ -22,15 +22,15 @@ def rows_of():
 
 @pytest.fixture(scope="session")
 def run_all(tmp_path_factory):
-    """A function: (ranks, {name: overrides}) -> {name: run folder}; all runs in one launch."""
+    """A function: (ranks, {name: overrides}) -> {name: run folder}; all runs in one launch, by `worker`."""
     from small_runs import QUICKSTART, SMALL
     from torchrun_launch import run_torchrun
 
-    def launch(ranks: int, runs: dict[str, list[str]], root: Path | None = None) -> dict[str, Path]:
+    def launch(ranks: int, runs: dict[str, list[str]], root: Path | None = None, worker: str = "runs_worker.py") -> dict[str, Path]:
         root = root or tmp_path_factory.mktemp("runs")
         folders = {name: root / name for name in runs}
         jobs = [[QUICKSTART, [*SMALL, f"run.dir={folders[name]}", *overrides]] for name, overrides in runs.items()]
-        run_torchrun(ranks, "runs_worker.py", json.dumps(jobs), timeout_seconds=400)
+        run_torchrun(ranks, worker, json.dumps(jobs), timeout_seconds=400)
         return folders
 
     return launch

@@ -1,0 +1,47 @@
+"""Worker: runs whose newest checkpoint is first loaded and saved again, in the layout of the run. Argument: as of runs_worker.py."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from megagrpo.device import device as device_module
+
+DEVICE = device_module.setup()
+
+import torch.distributed as dist  # noqa: E402
+
+from megagrpo.checkpoint.run_checkpoints import RunCheckpoints  # noqa: E402
+from megagrpo.config.load import load_config  # noqa: E402
+from megagrpo.parallel.groups import destroy_groups  # noqa: E402
+from megagrpo.session import build_session  # noqa: E402
+from megagrpo.trainer import run_training  # noqa: E402
+
+
+def save_again(config) -> None:
+    """Replace the newest checkpoint by what this layout makes of it."""
+    session = build_session(config, DEVICE)
+    try:
+        checkpoints = RunCheckpoints(session)
+        state = checkpoints.resume()
+        path = Path(config.run.dir) / "checkpoints" / f"step_{state.step:06d}"
+        dist.barrier()
+        if session.groups.rank == 0:
+            shutil.move(path, Path(config.run.dir) / "first")
+        dist.barrier()
+        checkpoints._saved_step = None
+        assert checkpoints.save_now(state) and path.is_dir(), checkpoints._notes
+    finally:
+        session.close()
+    destroy_groups()
+
+
+def main() -> None:
+    for path, overrides in json.loads(sys.argv[1]):
+        config = load_config(path, overrides)
+        save_again(config)
+        run_training(config, DEVICE)
+
+
+if __name__ == "__main__":
+    main()
