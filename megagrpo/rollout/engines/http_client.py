@@ -13,7 +13,8 @@ Call = tuple[str, Any]
 """(path, body that goes as JSON) of one POST."""
 
 _WATCH_SECONDS = 0.25
-_SETTLE_SECONDS = 1.0  # a connection breaks, or 500 is answered, a moment before the process can be seen to have ended
+_SETTLE_SECONDS = 1.0  # a connection breaks a moment before the process can be seen to have ended
+_ENDING_SECONDS = 10.0  # vLLM answers 500 once a worker is lost, and was seen to end more than a second later on busy cores
 _SERVER_ERROR = 500
 
 
@@ -44,7 +45,9 @@ class EngineClient:
             time.sleep(_SETTLE_SECONDS)
             raise self._unreachable(path, error) from None
         if response.status_code >= _SERVER_ERROR:
-            time.sleep(_SETTLE_SECONDS)
+            deadline = time.monotonic() + _ENDING_SECONDS
+            while not self._describe_end() and time.monotonic() < deadline:
+                time.sleep(_WATCH_SECONDS)
         return self._read(path, response)
 
     def call_all(
