@@ -1,7 +1,7 @@
 """The faults."""
 
 from chains import Case, Chain
-from engine_cases import ENGINES
+from engine_cases import ENGINES, GROUPS
 from storage_cases import FOLDERS, SAVES
 
 LAST = 1  # the last rank of two
@@ -240,4 +240,4 @@ LAUNCHERS = Chain(
     ],
 )
 
-CHAINS = [KILLS, ERRORS, SIGNALS, STALLS, FOUR, BACKGROUND, AHEAD, SAVES, FOLDERS, LAUNCHERS, ENGINES]
+CHAINS = [KILLS, ERRORS, SIGNALS, STALLS, FOUR, BACKGROUND, AHEAD, SAVES, FOLDERS, LAUNCHERS, ENGINES, GROUPS]

@@ -141,3 +141,20 @@ ENGINES = Chain(
 )
 
 SHORT_ENGINES = Chain("short engines", 2, ["parallel.tp=2", *SERVER], [two_servers(1)], needs=VLLM, seconds=300.0)
+
+# Servers whose ranks are members of a process group with the trainer's, which is made anew after each of these.
+BY_GROUP = [option for option in SERVER if not option.startswith("weights.delta")] + ["weights.transport=group"]
+GROUPS = Chain(
+    "groups",
+    2,
+    ["parallel.tp=2", *BY_GROUP],
+    [
+        [
+            goes_on("group: killed in a publish", server("kill_server", "bucket.enter", 1), says=lost(0, KILLED, 1)),
+            goes_on("group: its workers killed in a publish", server("kill_server_workers", "bucket.enter", 2), says=lost(0, "", 2)),
+            goes_on("group: frozen in a publish", server("freeze_server", "bucket.enter", 3), says=lost(0, "", 3)),
+        ],
+    ],
+    needs=VLLM,
+    seconds=600.0,
+)
