@@ -1,7 +1,6 @@
 """Engines that live in a process of their own: one server, reached over HTTP, started as a child or given by its address."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from megagrpo.rollout.engines.hf_model import end_token_ids, load_from_folder
 from megagrpo.rollout.engines.host.manifest import BucketManifest
 from megagrpo.rollout.engines.host.probe_requests import probe_request_id
 from megagrpo.rollout.engines.host.transfer_group import GroupAddress
-from megagrpo.rollout.engines.http_client import EngineClient, EngineUnreachable
-from megagrpo.rollout.engines.owned_server import OwnedServer
+from megagrpo.rollout.engines.http_client import EngineClient
 from megagrpo.rollout.engines.quantization import find_mismatch, quantization_config, with_scales
 from megagrpo.rollout.engines.remote_requests import request_completions
 from megagrpo.rollout.engines.remote_weights import Ack, ServerWeights
+from megagrpo.rollout.engines.server_connection import ServerConnection
 from megagrpo.rollout.engines.server_protocol import ServerProtocol
 from megagrpo.rollout.engines.weights import checkpoint_shapes
 from megagrpo.types import Completion, Prompt, SamplingParams
@@ -84,14 +83,10 @@ class RemoteEngine(ServerProtocol, Engine):
             self._tensor_shapes = {name: torch.Size(shape) for name, shape in with_scales(self._tensor_shapes)}
         self._closed = self._asleep = self._aborted = False
         self.transfer_group: str | None = None
-        self._lost: str | None = None  # why the server can't be reached any more
         address = address or _only(config.addresses)
         if address and load_weights:
             raise UserError(f"engine.addresses: {address}: serves weights of its own; they must be published to it")
-        self._server = None if address else OwnedServer(self, log_file)
-        self.client = EngineClient(address or self._server.address, config.request_timeout_seconds, self._describe_end)
-        if address and not self.client.is_answering(self.health_path):
-            raise UserError(f"engine.addresses: {address}: no {self.package.name} server answers there")
+        self._connection = ServerConnection(self, address, log_file)
         self._weights = ServerWeights(self._tensor_shapes, self, is_owner)
         if load_weights:
             self._weights.mark_complete(0)
@@ -106,7 +101,12 @@ class RemoteEngine(ServerProtocol, Engine):
     @property
     def pid(self) -> int | None:
         """Process id of the server, if it was started here."""
-        return self._server.pid if self._server else None
+        return self._connection.pid
+
+    @property
+    def client(self) -> EngineClient:
+        """Calls the server."""
+        return self._connection.client
 
     @property
     def context_tokens(self) -> int:
@@ -127,7 +127,7 @@ class RemoteEngine(ServerProtocol, Engine):
     ) -> list[list[Completion]]:
         self._require("serving")
         self._aborted = False
-        with self._noting_loss():
+        with self._connection.noting_loss():
             return request_completions(self, prompts, sampling, completion_indices, on_group, lambda: self._aborted)
 
     def check_model(self) -> None:
@@ -142,7 +142,7 @@ class RemoteEngine(ServerProtocol, Engine):
             EngineError: no update is complete.
         """
         self._require("verifying")
-        with self._noting_loss():
+        with self._connection.noting_loss():
             ((completion,),) = request_completions(self, [prompt], sampling, [0], name_request=probe_request_id)
         return completion
 
@@ -152,7 +152,7 @@ class RemoteEngine(ServerProtocol, Engine):
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._require("empty", "serving", "updating", "stale")
-        with self._noting_loss():
+        with self._connection.noting_loss():
             self._weights.load(named_tensors)
 
     def join_group(self, address: GroupAddress) -> None:
@@ -163,7 +163,7 @@ class RemoteEngine(ServerProtocol, Engine):
         """
         self._require("empty", "serving", "updating", "stale")
         self.transfer_group = None
-        with self._noting_loss():
+        with self._connection.noting_loss():
             self.send_group(address)
         self.transfer_group = address.group_name
 
@@ -177,7 +177,7 @@ class RemoteEngine(ServerProtocol, Engine):
                 checksum says (it is named); an acknowledgement is missing or differs.
         """
         self._require("empty", "serving", "updating", "stale")
-        with self._noting_loss():
+        with self._connection.noting_loss():
             return self._weights.receive(manifest)
 
     def complete_update(self, version: int) -> None:
@@ -189,7 +189,7 @@ class RemoteEngine(ServerProtocol, Engine):
         self._require("empty", "serving", "updating", "stale")
         self._weights.check_complete(version)
         if self.is_owner:
-            with self._noting_loss():
+            with self._connection.noting_loss():
                 self.commit_weights(version)
         self._weights.mark_verifying()
 
@@ -198,7 +198,7 @@ class RemoteEngine(ServerProtocol, Engine):
         self._require("verifying")
         self._weights.check_verifying(version)
         if self.is_owner:
-            with self._noting_loss():
+            with self._connection.noting_loss():
                 self.resume(version)
         self._weights.mark_complete(version)
 
@@ -210,20 +210,20 @@ class RemoteEngine(ServerProtocol, Engine):
         was_open = self._weights.updating
         self._weights.abort()
         if was_open and self.is_owner and self._state() == "stale":
-            with self._noting_loss():
+            with self._connection.noting_loss():
                 self.pause(abort=True)  # nothing that is on its way may go on under half an update
 
     def sleep(self) -> None:
         self._require("empty", "serving", "stale", "asleep")
         if self.is_owner and not self._asleep:
-            with self._noting_loss():
+            with self._connection.noting_loss():
                 self.set_asleep(True)
         self._asleep = True
 
     def wake(self) -> None:
         self._require("asleep")
         if self.is_owner:
-            with self._noting_loss():
+            with self._connection.noting_loss():
                 self.set_asleep(False)
         self._asleep = False
 
@@ -234,16 +234,14 @@ class RemoteEngine(ServerProtocol, Engine):
         state = self._state()
         reasons = {"empty": "no weights were committed yet", "stale": "an update failed half-way", "updating": "an update is open"}
         reasons |= {"verifying": "the new weights are not verified yet"}
-        detail = (self._lost or self._describe_end() or "") if state == "dead" else reasons.get(state, "")
+        detail = (self._connection.loss or "") if state == "dead" else reasons.get(state, "")
         return EngineHealth(state == "serving", state, None if state == "dead" else self._weights.version, detail)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self.client.close()
-        if self._server is not None:
-            self._server.stop()
+        self._connection.close()
 
     def restart(self, address: str | None = None) -> None:
         """Start a dead server anew; it is empty then, and serves nothing until a whole update is committed.
@@ -259,17 +257,12 @@ class RemoteEngine(ServerProtocol, Engine):
         """
         if self._closed:
             raise EngineError("the rollout engine is closed")
+        self.forget_weights()  # before the server is taken for found: another thread may ask
+        self._asleep, self.transfer_group = False, None
         if self.is_owner:
-            if self._server is None:
-                raise EngineError(f"{self.address} was not started here, so it can't be started anew")
-            self._lost = self._lost or self._describe_end() or "it is started anew"  # until that is done
-            self._server.restart()
-            address = self._server.address
-        if address not in (None, self.address):
-            self.client.close()
-            self.client = EngineClient(address, self.config.request_timeout_seconds, self._describe_end)
-        self.forget_weights()
-        self._asleep, self._lost, self.transfer_group = False, None, None
+            self._connection.restart()
+        else:
+            self._connection.find(address)
 
     def forget_weights(self) -> None:
         """Take the server for empty, whatever it holds: it generates after the next whole update, which may be to any version."""
@@ -277,22 +270,10 @@ class RemoteEngine(ServerProtocol, Engine):
 
     # ---- details
 
-    @contextmanager
-    def _noting_loss(self) -> Iterator[None]:
-        """Take a server that can't be reached for dead, whether or not its process is."""
-        try:
-            yield
-        except EngineUnreachable as error:
-            self._lost = str(error)
-            raise
-
-    def _describe_end(self) -> str | None:
-        return self._server.describe_end() if self._server else None
-
     def _state(self) -> str:
         if self._closed:
             return "closed"
-        if self._lost or self._describe_end():
+        if self._connection.loss:
             return "dead"
         if self._asleep:
             return "asleep"

@@ -163,7 +163,7 @@ class SglangEngine(RemoteEngine):
         return self._instruct(describe_body())
 
     def parameter_checksums(self) -> list[dict[str, str]]:
-        with self._noting_loss():
+        with self._connection.noting_loss():
             return self._instruct(checksums_body())
 
     def set_asleep(self, asleep: bool) -> None:

@@ -171,7 +171,7 @@ class VllmEngine(RemoteEngine):
         return [answer["parameters"] for answer in self._call_workers("describe_parameters")]
 
     def parameter_checksums(self) -> list[dict[str, str]]:
-        with self._noting_loss():
+        with self._connection.noting_loss():
             return [answer["checksums"] for answer in self._call_workers("checksum_parameters")]
 
     def set_asleep(self, asleep: bool) -> None:
