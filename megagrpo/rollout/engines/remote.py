@@ -270,6 +270,12 @@ class RemoteEngine(ServerProtocol, Engine):
 
     # ---- details
 
+    @property
+    def _tokenizer_folder(self) -> str | None:
+        """Where the server finds the tokenizer, with which it notices stop strings; None: it was not loaded from a folder."""
+        folder = self.tokenizer.name_or_path
+        return folder if folder and Path(folder).is_dir() else None
+
     def _state(self) -> str:
         if self._closed:
             return "closed"

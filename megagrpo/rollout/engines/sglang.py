@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,12 +169,6 @@ class SglangEngine(RemoteEngine):
         self.client.call("/release_memory_occupation" if asleep else "/resume_memory_occupation", {})
 
     # ---- details
-
-    @property
-    def _tokenizer_folder(self) -> str | None:
-        """Where the server finds the tokenizer, with which it notices stop strings; None: it was not loaded from a folder."""
-        folder = self.tokenizer.name_or_path
-        return folder if folder and Path(folder).is_dir() else None
 
     @property
     def _routed_shape(self) -> tuple[int, int] | None:

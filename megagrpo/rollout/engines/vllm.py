@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megagrpo.device.launch import thread_environment
@@ -39,12 +38,6 @@ class VllmEngine(RemoteEngine):
     def transports(self) -> tuple[str, ...]:
         """CUDA IPC where the server computes on the GPUs of the ranks."""
         return tuple(name for name in super().transports if name != "ipc" or self.device.type == "cuda")
-
-    @property
-    def _tokenizer_folder(self) -> str | None:
-        """Where the server finds the tokenizer, with which it notices stop strings; None: it was not loaded from a folder."""
-        folder = self.tokenizer.name_or_path
-        return folder if folder and Path(folder).is_dir() else None
 
     def server_command(self, python: str, port: int) -> list[str]:
         arguments: dict[str, Any] = {
