@@ -9,6 +9,7 @@ SOON = ["watchdog.floor_seconds=8"]  # a stall is found soon; the smallest phase
 
 
 def at(point, action, step=None, rank=LAST, **more):
+    """What is done at a point; `never=True`: the run must have ended before it comes there."""
     return {"point": point, "action": action, "step": step, "rank": rank, **more}
 
 
@@ -27,7 +28,7 @@ def stopped(name, point, step, action, rank=LAST, says="", more=(), **where):
 
 def stopped_while_decoding(name, step, action, skip=0):
     """The pass that the stop comes in takes long enough for it to reach both ranks; on any of them the next pass is an error."""
-    slow, next_pass = at("decode.enter", "slow", step, None, skip=skip), at("decode.enter", "raise", step, None, skip=skip + 1)
+    slow, next_pass = at("decode.enter", "slow", step, None, skip=skip), at("decode.enter", "raise", step, None, skip=skip + 1, never=True)
     return stopped(name, "decode.enter", step, action, more=[slow, next_pass], skip=skip)
 
 
@@ -91,7 +92,7 @@ SIGNALS = Chain(
             "usr1",
             rank=0,
             says="step 2 was given up; ",
-            more=[at("forward_backward.enter", "raise", 2, None)],
+            more=[at("forward_backward.enter", "raise", 2, None, never=True)],
         ),
         stopped("SIGUSR1 in the first backward pass", "forward_backward.enter", 3, "usr1", rank=0, says="step 3 was given up; "),
         stopped("SIGTERM while a finished step is evaluated", "evaluate.enter", 4, "term"),
