@@ -136,7 +136,7 @@ class RolloutGenerator:
         self._is_waited_for = True
         try:
             return self._sample_and_score(request, self._deal(request, groups, is_retry), lambda: self.is_given_up)
-        except Exception as error:
+        except Exception as error:  # handed to all ranks, which raise it alike
             return error
         finally:
             self._is_waited_for = False

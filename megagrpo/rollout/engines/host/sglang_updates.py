@@ -66,7 +66,7 @@ def join_group(updater: Any, request: Any) -> tuple[bool, str]:
         address = GroupAddress(**{field.name: getattr(request, field.name) for field in fields(GroupAddress)})
         device = next(updater.tp_worker.model_runner.model.parameters()).device
         _joined = TransferGroup(address, address.rank_offset + torch.distributed.get_rank(group), device)
-    except Exception as caught:
+    except Exception as caught:  # an exception here would end the server
         error = f"{type(caught).__name__}: {caught}"
     failed = first_error(gather(error, group))
     return failed is None, failed or "joined"
@@ -86,7 +86,7 @@ def receive_bucket(manifest: BucketManifest) -> torch.Tensor:
         raise ManifestError(f"bucket of version {manifest.version}: this engine rank has joined no group")
     try:
         return _joined.receive(manifest)
-    except Exception:
+    except Exception:  # whatever it is: raised on, with the group left
         leave_group()
         raise
 
@@ -96,7 +96,7 @@ def follow(updater: Any, request: Any) -> tuple[bool, str]:
     try:
         instruction = read_instruction(request.serialized_named_tensors[0])
         action, operand = next(iter(instruction.items()))
-    except Exception as error:
+    except Exception as error:  # an exception here would end the server
         return False, f"not an instruction: {type(error).__name__}: {error}"
     group, model = updater.tp_cpu_group, updater.tp_worker.model_runner.model
     if action == "checksums":
@@ -158,7 +158,7 @@ def load_bucket(manifest_json: str, model: torch.nn.Module, group: Any) -> tuple
         _held.begin(manifest.version)
         load = load_parameters if manifest.layout == "sharded" else type(model).load_weights
         load(model, tensors)
-    except Exception as caught:
+    except Exception as caught:  # an exception here would end the server
         error = f"{type(caught).__name__}: {caught}"
     if failed := first_error(gather(error, group)):
         return False, f"the weights are partly overwritten: {failed}"

@@ -41,7 +41,7 @@ class GroupReceiver(WeightTransferEngine[GroupAddress, BucketInfo]):
         self._error = None
         try:
             self.group = TransferGroup(init_info, init_info.rank_offset + self.parallel_config.rank, self.device)
-        except Exception as error:
+        except Exception as error:  # what a worker raises ends the server
             self._error = error
 
     def start_weight_update(self) -> None:
@@ -55,7 +55,7 @@ class GroupReceiver(WeightTransferEngine[GroupAddress, BucketInfo]):
             if self.group is None:
                 raise ManifestError(f"bucket of version {manifest.version}: this engine rank has joined no group")
             self._received = manifest, self.group.receive(manifest)
-        except Exception as error:
+        except Exception as error:  # what a worker raises ends the server
             self._error = error
             self.shutdown()  # what of the bucket is still on its way would be taken for the next one
 

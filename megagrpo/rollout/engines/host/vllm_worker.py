@@ -33,14 +33,14 @@ class WeightReceiver:
         try:
             manifest = BucketManifest.from_json(manifest_json)
             return self._load(manifest)
-        except Exception as error:
+        except Exception as error:  # what a worker raises ends the server
             return _describe(error)
 
     def load_received(self) -> dict[str, Any]:
         """Verify and load the bucket that the last `/update_weights` received; the acknowledgement of `manifest.build_ack`."""
         try:
             return self._load(*self.weight_transfer_engine.take())
-        except Exception as error:
+        except Exception as error:  # what a worker raises ends the server
             return _describe(error)
 
     def describe_transfer(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class WeightReceiver:
         try:
             self.weight_transfer_engine.raise_error()
             return answer
-        except Exception as error:
+        except Exception as error:  # what a worker raises ends the server
             return answer | _describe(error)
 
     def commit_weights(self, version: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class WeightReceiver:
             self._held.commit(int(version))
             self._weight_update = None
             return {"rank": self.rank, "version": int(version)}
-        except Exception as error:
+        except Exception as error:  # what a worker raises ends the server
             return _describe(error)
 
     def describe_parameters(self) -> dict[str, Any]:
