@@ -1,4 +1,6 @@
-"""Package definition. NVIDIA Apex is built from source in the GPU image: PyPI's `apex` is an unrelated web toolkit, never to be listed."""
+"""Package definition. NVIDIA Apex is built from source in the GPU image: PyPI's `apex` is an unrelated web
+toolkit, never to be listed.
+"""
 
 import re
 from pathlib import Path

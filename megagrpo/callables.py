@@ -1,4 +1,6 @@
-"""User code by name: `FILE.py:function` or `package.module:function`. Imports no torch: reward workers start with it."""
+"""User code by name: `FILE.py:function` or `package.module:function`. Imports no torch: reward workers
+start with it.
+"""
 
 import hashlib
 import importlib
@@ -16,14 +18,16 @@ from megagrpo.registry import suggestion
 def load_callable(spec: str) -> Callable[..., Any]:
     """Return the callable that `spec` names.
 
-    A file is imported once per process, under a name made of its path, and its folder is appended to `sys.path`, so that it
-    may import its neighbours. A spawned process calls this again with the same string.
+    A file is imported once per process, under a name made of its path, and its folder is appended to
+    `sys.path`, so that it may import its neighbours. A spawned process calls this again with the same string.
 
     Args:
-        spec: `FILE.py:function` (a relative path is relative to the working directory) or `package.module:function`.
+        spec: `FILE.py:function` (a relative path is relative to the working directory) or
+            `package.module:function`.
 
     Raises:
-        UserError: the form is wrong, the file or module is missing or fails on import, the name is missing or not callable.
+        UserError: the form is wrong, the file or module is missing or fails on import, the name is missing or
+            not callable.
 
     Example:
         >>> load_callable("math:sqrt")(4.0)
@@ -32,7 +36,9 @@ def load_callable(spec: str) -> Callable[..., Any]:
     location, colon, name = spec.rpartition(":")
     if not (colon and location and name.isidentifier()):
         raise UserError(f"{spec!r}: is not FILE.py:function or package.module:function")
-    module = _import_file(spec, Path(location)) if location.endswith(".py") else _import_module(spec, location)
+    module = (
+        _import_file(spec, Path(location)) if location.endswith(".py") else _import_module(spec, location)
+    )
     if not hasattr(module, name):
         near = suggestion(name, [known for known in vars(module) if not known.startswith("_")])
         raise UserError(f"{spec}: {location} has no {name!r}{near}")

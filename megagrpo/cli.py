@@ -1,4 +1,6 @@
-"""The `megagrpo` command: run, doctor, report, convert. Torch is imported by what a command starts, not by the command line."""
+"""The `megagrpo` command: run, doctor, report, convert. Torch is imported by what a command starts, not by
+the command line.
+"""
 
 import sys
 from pathlib import Path
@@ -11,7 +13,12 @@ from megagrpo.checkpoint.convert_command import convert as convert_checkpoint
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="RL post-training at Megatron scale.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="RL post-training at Megatron scale.",
+)
 
 
 def main() -> None:
@@ -26,12 +33,24 @@ def main() -> None:
 @app.command()
 def run(
     config: Annotated[Path, typer.Argument(help="YAML file of the run")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="values that win over the file")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="processes to start; default: one replica, tp * pp")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="values that win over the file"),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="processes to start; default: one replica, tp * pp")
+    ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="after a failure, start all ranks again from the newest checkpoint, at most this often")
+        int,
+        typer.Option(
+            min=0,
+            help="after a failure, start all ranks again from the newest checkpoint, at most this often",
+        ),
     ] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print configuration, rank grid and batch arithmetic; start nothing")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="print configuration, rank grid and batch arithmetic; start nothing"),
+    ] = False,
 ) -> None:
     """Train on this machine: check the configuration, then start the ranks.
 
@@ -83,7 +102,9 @@ def convert(
     source: Annotated[Path, typer.Argument(help="folder to read")],
     target: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
 ) -> None:
-    """Convert between an HF folder and a Megatron checkpoint, in this process (tools/convert_*.py take tp and pp under torchrun)."""
+    """Convert between an HF folder and a Megatron checkpoint, in this process (tools/convert_*.py take tp
+    and pp under torchrun).
+    """
     convert_checkpoint(direction, str(source), str(target))
     print(f"{target} written")
 

@@ -1,4 +1,6 @@
-"""Exceptions that carry a user's mistake, printed as plain lines and never as a traceback, another rank's failure, or the wish to stop."""
+"""Exceptions that carry a user's mistake, printed as plain lines and never as a traceback, another rank's
+failure, or the wish to stop.
+"""
 
 
 class UserError(Exception):
@@ -17,8 +19,12 @@ class ConfigError(UserError):
 
 
 class RelayedError(RuntimeError):
-    """A failure of one rank that all ranks raise alike, between two collectives; the rank that met it has it as the cause."""
+    """A failure of one rank that all ranks raise alike, between two collectives; the rank that met it has
+    it as the cause.
+    """
 
 
 class StopRequested(Exception):
-    """Leaves the loop on all ranks alike, at a point where the state of the last finished step can be saved."""
+    """Leaves the loop on all ranks alike, at a point where the state of the last finished step can be
+    saved.
+    """

@@ -36,10 +36,15 @@ class Registry(Generic[Entry]):
         return add
 
     def get(self, name: str) -> Entry:
-        """Return the entry called `name`; an unknown name raises UserError with the nearest match and all names."""
+        """Return the entry called `name`; an unknown name raises UserError with the nearest match and all
+        names.
+        """
         if name in self._entries:
             return self._entries[name]
-        raise UserError(f"{self.kind} {name!r} is not registered{suggestion(name, self.names())}; known: {', '.join(self.names())}")
+        raise UserError(
+            f"{self.kind} {name!r} is not registered{suggestion(name, self.names())}; known: "
+            f"{', '.join(self.names())}"
+        )
 
     def names(self) -> list[str]:
         """Return all registered names, sorted."""

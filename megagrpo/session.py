@@ -72,19 +72,26 @@ def build_session(config: Config, device: torch.device) -> Session:
     """Check the inputs, then build models, engine, reward workers and data. Collective over all ranks.
 
     Raises:
-        UserError: anything about the model, the data or the rewards that the user can mend; before the models are built where it
-            can be known by then.
+        UserError: anything about the model, the data or the rewards that the user can mend; before the models
+            are built where it can be known by then.
     """
     set_deterministic(config.run.deterministic)
     precision = build_precision(config.precision.recipe)
     use_te = uses_transformer_engine(config.model.attention)
     hf_folder = hf_folder_of(config.model.path)
     hf = read_hf_config(hf_folder)
-    algorithm = Algorithm(config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens)
+    algorithm = Algorithm(
+        config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens
+    )
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, hf.vocab_size)
     source, evaluation_prompts = load_prompts(config, tokenizer, hf.max_position_embeddings)
-    rewards = RewardPool(config.rewards.functions, config.rewards.workers, config.rewards.timeout_seconds, config.rewards.failure_value)
+    rewards = RewardPool(
+        config.rewards.functions,
+        config.rewards.workers,
+        config.rewards.timeout_seconds,
+        config.rewards.failure_value,
+    )
     layout = build_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
     groups = build_groups(layout, config.run.collective_timeout_seconds)
     lock = hold_run_folder(Path(config.run.dir))
@@ -102,7 +109,12 @@ def build_session(config: Config, device: torch.device) -> Session:
         )
         return load_stage_model(config.model.path, hf, transformer_config, groups, device, use_te)
 
-    actor = Actor(load_model(), config.optimizer, config.parallel.overlap_grad_reduce, config.parallel.overlap_param_gather)
+    actor = Actor(
+        load_model(),
+        config.optimizer,
+        config.parallel.overlap_grad_reduce,
+        config.parallel.overlap_param_gather,
+    )
     if not is_megatron_checkpoint(config.model.path):
         check_no_unknown_tensors(actor.model, config.model.path)
     reference = Reference(load_model()) if algorithm.needs_reference else None
@@ -120,9 +132,15 @@ def build_session(config: Config, device: torch.device) -> Session:
     updater = PolicyUpdater(config, actor, reference, algorithm, groups, layout, builder, rules)
     engine = build_rollout_engine(config, groups, hf_folder, tokenizer, device, precision.params_dtype)
     generator = RolloutGenerator(
-        engine, rewards, groups, replicas_of_ranks(config, groups.world_size), is_embedded=config.engine.name in EMBEDDED_ENGINES
+        engine,
+        rewards,
+        groups,
+        replicas_of_ranks(config, groups.world_size),
+        is_embedded=config.engine.name in EMBEDDED_ENGINES,
     )
-    publisher, recovery = _watch_replicas(build_publisher(config, actor, builder, engine), config, engine, generator)
+    publisher, recovery = _watch_replicas(
+        build_publisher(config, actor, builder, engine), config, engine, generator
+    )
     sampler = PromptSampler(source, config.run.seed)
     return Session(
         config=config,
@@ -150,7 +168,9 @@ def _watch_replicas(
         return publisher, None
     groups, num_replicas = generator.groups, config.engine.num_replicas
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
-    recovery = ReplicaRecovery(engine, generator.replicas, owners, groups.rank, is_stopping=lambda: generator.is_given_up)
+    recovery = ReplicaRecovery(
+        engine, generator.replicas, owners, groups.rank, is_stopping=lambda: generator.is_given_up
+    )
     recovering = RecoveringPublisher(publisher, recovery)
     generator.revive = recovering.revive
     return recovering, recovery
@@ -162,7 +182,9 @@ def load_tokenizer(config: Config) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # OSError, ValueError, KeyError, ... by what is broken
-        raise UserError(f"model.tokenizer: {folder}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"model.tokenizer: {folder}: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def load_prompts(
@@ -173,5 +195,7 @@ def load_prompts(
     held_out = []
     for evaluation in config.evaluation.sets:
         data = config.data.model_copy(update={"source": evaluation.source, "limit": evaluation.limit})
-        held_out.append((evaluation, PromptSource(data, tokenizer, config.rollout.max_new_tokens, context_tokens).prompts))
+        held_out.append(
+            (evaluation, PromptSource(data, tokenizer, config.rollout.max_new_tokens, context_tokens).prompts)
+        )
     return source, held_out

@@ -1,7 +1,8 @@
-"""The torchrun entry: `torchrun --nproc-per-node N -m megagrpo.train CONFIG.yaml [section.field=value ...] [--dry-run]`.
+"""The torchrun entry: `torchrun --nproc-per-node N -m megagrpo.train CONFIG.yaml [section.field=value ...]
+[--dry-run]`.
 
-Nothing heavy is imported before the configuration has been read and checked: a mistake costs a second, and the thread settings of a
-rank can only be made before torch is loaded.
+Nothing heavy is imported before the configuration has been read and checked: a mistake costs a second, and
+the thread settings of a rank can only be made before torch is loaded.
 """
 
 import argparse
@@ -26,8 +27,8 @@ GRACE_SECONDS = 5.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line says on this rank; return the exit code.
 
-    The codes are those of `supervision/exit_codes.py`. A run that fails on the way leaves from here and does not return: threads of
-    collectives that lost their peers could keep the process from ending.
+    The codes are those of `supervision/exit_codes.py`. A run that fails on the way leaves from here and does
+    not return: threads of collectives that lost their peers could keep the process from ending.
     """
     options = parse_arguments(arguments)
     try:
@@ -41,23 +42,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def tell(error: UserError) -> None:
     """Print a mistake that was found before the ranks have met, once for all ranks.
 
-    torchrun ends all ranks when the first one leaves. So the others give rank 0 time to print what all of them have found; one that is
-    still there after that met something that rank 0 did not, and prints it under its own name.
+    torchrun ends all ranks when the first one leaves. So the others give rank 0 time to print what all of
+    them have found; one that is still there after that met something that rank 0 did not, and prints it under
+    its own name.
     """
     if rank() == 0:
         print(error, file=sys.stderr, flush=True)
         return
     time.sleep(GRACE_SECONDS)
-    print("\n".join(f"rank {rank()}: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
+    print(
+        "\n".join(f"rank {rank()}: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True
+    )
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return config, overrides, dry_run and world_size. A malformed command line leaves with code 2 and the usage."""
-    parser = argparse.ArgumentParser(prog="python -m megagrpo.train", description="Train one run. Started on every rank by torchrun.")
+    """Return config, overrides, dry_run and world_size. A malformed command line leaves with code 2 and
+    the usage.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m megagrpo.train", description="Train one run. Started on every rank by torchrun."
+    )
     parser.add_argument("config", help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="values that win over the file")
-    parser.add_argument("--dry-run", action="store_true", help="print configuration, rank grid and batch arithmetic; build nothing")
-    parser.add_argument("--world-size", type=_positive, help="ranks that a dry run plans for; default: WORLD_SIZE, or 1")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.field=value", help="values that win over the file"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print configuration, rank grid and batch arithmetic; build nothing",
+    )
+    parser.add_argument(
+        "--world-size", type=_positive, help="ranks that a dry run plans for; default: WORLD_SIZE, or 1"
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.world_size is not None and not options.dry_run:
         parser.error("--world-size is for --dry-run; a run has the ranks that torchrun started")

@@ -40,7 +40,8 @@ from megagrpo.weights.publisher import PublishError
 
 
 def run_training(config: Config, device: torch.device, supervisor: Supervisor | None = None) -> None:
-    """Run a configuration from start (or its newest checkpoint) to end on this rank's `device`. Collective over all ranks.
+    """Run a configuration from start (or its newest checkpoint) to end on this rank's `device`. Collective
+    over all ranks.
 
     Args:
         supervisor: told where the rank is; None: nobody watches.
@@ -53,7 +54,8 @@ def run_training(config: Config, device: torch.device, supervisor: Supervisor | 
         Trainer(session, supervisor, started).run()
         destroy_groups()
     except Exception as error:
-        supervisor.fail(error)  # before the engines and workers are closed: the other ranks wait for the cause
+        # before the engines and workers are closed: the other ranks wait for the cause
+        supervisor.fail(error)
         raise
     finally:
         session.close()
@@ -63,7 +65,12 @@ class Trainer:
     """The loop and its state."""
 
     def __init__(self, session: Session, supervisor: Supervisor, started: float):
-        self.session, self.config, self.supervisor, self.started = session, session.config, supervisor, started
+        self.session, self.config, self.supervisor, self.started = (
+            session,
+            session.config,
+            supervisor,
+            started,
+        )
         self.run_dir = Path(self.config.run.dir)
         self.checkpoints = RunCheckpoints(session)
         self.state = TrainerState()
@@ -77,7 +84,9 @@ class Trainer:
             session.recovery.waiting = partial(self.timers.phase, "engine_start")
 
     def run(self) -> None:
-        """Train all steps that are left, then export and sum up; where a signal asks for it, save and stop before that."""
+        """Train all steps that are left, then export and sum up; where a signal asks for it, save and stop
+        before that.
+        """
         try:
             self._start()
             while self.state.step < self.config.run.steps:
@@ -90,7 +99,8 @@ class Trainer:
                 self._finish()
         except StopRequested:
             self._save_and_stop()
-        except (RolloutFailedError, PublishError):  # on all ranks alike, between two updates: what is trained need not be lost
+        except (RolloutFailedError, PublishError):
+            # on all ranks alike, between two updates: what is trained need not be lost
             if self.config.checkpoint.every and self.state.step:
                 self.checkpoints.save_now(self.state)
             raise
@@ -104,10 +114,16 @@ class Trainer:
         self.started -= self.state.wall_seconds  # the wall clock of a run goes on over its resumes
         is_main = self.session.groups.rank == 0
         last_row = None if resumed is None else resumed - (self.state.unrecorded is not None)
-        self.recorder = Recorder(self.run_dir, self.config.run.steps, self.config.telemetry, last_row) if is_main else None
+        self.recorder = (
+            Recorder(self.run_dir, self.config.run.steps, self.config.telemetry, last_row)
+            if is_main
+            else None
+        )
         if self.recorder:
             (self.run_dir / "config.yaml").write_text(dump_config(self.config))
-            self.recorder.note(f"resumed after step {resumed}" if resumed is not None else f"run folder {self.run_dir}")
+            self.recorder.note(
+                f"resumed after step {resumed}" if resumed is not None else f"run folder {self.run_dir}"
+            )
             self.timers.on_enter.append(self.recorder.phase)
             self.checkpoints.report_to(self.recorder.note)
         with self.timers.phase("publish"):
@@ -129,8 +145,15 @@ class Trainer:
         metrics = compute_rollout_metrics(rollouts, counts, self.state.weight_version)
         self._stop_if_asked()
         self._is_step_untouched = True
-        with self.timers.phase("update"), asleep(self.session.generator.engine, self.config.engine.sleep_while_training):
-            result = self._update(rollouts) if self.gate.accepts_rewards(metrics.get(names.REWARD)) else UpdateResult({})
+        with (
+            self.timers.phase("update"),
+            asleep(self.session.generator.engine, self.config.engine.sleep_while_training),
+        ):
+            result = (
+                self._update(rollouts)
+                if self.gate.accepts_rewards(metrics.get(names.REWARD))
+                else UpdateResult({})
+            )
         with self.timers.phase("rollout"):
             self.session.pipeline.wait()  # the engine's weights are overwritten next
         with self.timers.phase("publish"):
@@ -140,12 +163,17 @@ class Trainer:
         self.state.wall_seconds = self._wall_seconds()
         self.state.spikes = self.gate.spikes.state()
         self.checkpoints.capture(self.state)
-        metrics |= compute_update_metrics(result, self.session.actor.optimizer.param_groups[0]["lr"]) | self.gate.metrics()
+        metrics |= (
+            compute_update_metrics(result, self.session.actor.optimizer.param_groups[0]["lr"])
+            | self.gate.metrics()
+        )
         metrics[names.STEP_SECONDS] = time.perf_counter() - step_started
         metrics[names.STEP_CPU_SECONDS] = sum(all_gather_metadata(time.process_time() - cpu_started))
         metrics |= self.timers.take() | published
         self._record_completions(step, rollouts)
-        self._conclude(metrics, evaluates=failure is None and self._is_due(self.config.evaluation.every, step))
+        self._conclude(
+            metrics, evaluates=failure is None and self._is_due(self.config.evaluation.every, step)
+        )
         if failure is not None:
             raise failure
 
@@ -161,13 +189,16 @@ class Trainer:
         if self.recorder:
             self.recorder.step(self.state.step, metrics)
         if self.state.step:
-            with self.timers.phase("checkpoint"):  # training stands still here: its seconds are in the next step's row
+            # training stands still here: its seconds are in the next step's row
+            with self.timers.phase("checkpoint"):
                 self.checkpoints.after_step(self.state, metrics)
 
     # ---- the verbs
 
     def _try_to_publish(self) -> tuple[dict[str, float], PublishError | None]:
-        """Return the publish's metrics, or what it failed with on all ranks alike: the step before it is trained, and kept first."""
+        """Return the publish's metrics, or what it failed with on all ranks alike: the step before it is
+        trained, and kept first.
+        """
         try:
             return self._publish(), None
         except PublishError as error:
@@ -184,18 +215,26 @@ class Trainer:
         total_updates = self.config.run.steps * update.mini_batches_per_step * update.epochs_per_step
         result = self.session.updater.run(
             rollouts,
-            learning_rate=lambda k: learning_rate(self.config.optimizer, self.state.updates + k, total_updates),
+            learning_rate=lambda k: learning_rate(
+                self.config.optimizer, self.state.updates + k, total_updates
+            ),
             before_apply=partial(self._before_apply, rollouts),
             before_pass=self._stop_if_asked,
             accepts=self.gate.accepts,
             weight_version=self.state.weight_version,
         )
         self.state.updates += len(result.applied)
-        self.state.nonfinite_in_a_row = self.gate.count_nonfinite(self.state.nonfinite_in_a_row, result.applied)
+        self.state.nonfinite_in_a_row = self.gate.count_nonfinite(
+            self.state.nonfinite_in_a_row, result.applied
+        )
         return result
 
-    def _before_apply(self, rollouts: StepRollouts, metrics: Mapping[str, float], gap: LogprobGap | None) -> None:
-        """Decide before an update is applied; the first of a step is the last point at which the step can be given up."""
+    def _before_apply(
+        self, rollouts: StepRollouts, metrics: Mapping[str, float], gap: LogprobGap | None
+    ) -> None:
+        """Decide before an update is applied; the first of a step is the last point at which the step can
+        be given up.
+        """
         if self._is_step_untouched:
             self._stop_if_asked()
             self._is_step_untouched = False
@@ -208,23 +247,33 @@ class Trainer:
 
     def _save_and_stop(self) -> None:
         """Save the last finished step, unless it is saved already, and say how to go on."""
-        step, begun, reasons = self.state.step, self.supervisor.step, all_gather_metadata(self.supervisor.stop_reason)
+        step, begun, reasons = (
+            self.state.step,
+            self.supervisor.step,
+            all_gather_metadata(self.supervisor.stop_reason),
+        )
         with self.timers.phase("checkpoint"):
             is_saved = self.checkpoints.save_now(self.state)
         if self.recorder:
             reason = next(reason for reason in reasons if reason is not None)
             self.recorder.note(
-                f"stopped by {reason} after step {step} of {self.config.run.steps}, which is {'' if is_saved else 'NOT '}saved; "
+                f"stopped by {reason} after step {step} of {self.config.run.steps}, which is "
+                f"{'' if is_saved else 'NOT '}saved; "
                 f"{f'step {begun} was given up; ' if begun and begun > step else ''}the same command "
                 f"{'' if self.config.run.resume == 'auto' else 'with run.resume=auto '}goes on from there"
             )
 
     def _roll_back(self, cause: RollBack) -> None:
-        """Go on from the newest checkpoint with the prompts that come next; those of the offending step are logged and never drawn again.
+        """Go on from the newest checkpoint with the prompts that come next; those of the offending step are
+        logged and never drawn again.
 
         Collective over all ranks.
         """
-        number, version, position = self.state.roll_backs + 1, self.state.weight_version, self.session.pipeline.next_position
+        number, version, position = (
+            self.state.roll_backs + 1,
+            self.state.weight_version,
+            self.session.pipeline.next_position,
+        )
         if self.recorder:
             self.recorder.roll_back(self.supervisor.step, str(cause), self._prompts)
         if number > self.config.spikes.max_roll_backs:
@@ -235,7 +284,8 @@ class Trainer:
             raise UserError(f"{cause}; there is no checkpoint to roll back to yet")
         self.state = restored
         self.state.unrecorded = None  # recorded since, by the run that has resumed from there
-        self.state.roll_backs, self.state.weight_version = number, version + 1  # a version names one set of weights, for ever
+        # a version names one set of weights, for ever
+        self.state.roll_backs, self.state.weight_version = number, version + 1
         self.gate.spikes.load_state(self.state.spikes)
         self.session.pipeline.skip_to(position)
         self.checkpoints.capture(self.state)
@@ -244,7 +294,10 @@ class Trainer:
         self.timers.take()
         if self.recorder:
             self.recorder.rewind(self.state.step)
-            self.recorder.note(f"warning: {cause}; rolled back to step {self.state.step}, on with the next prompts (roll-back {number})")
+            self.recorder.note(
+                f"warning: {cause}; rolled back to step {self.state.step}, on with the next "
+                f"prompts (roll-back {number})"
+            )
 
     def _note(self, text: str) -> None:
         if self.recorder:
@@ -254,7 +307,9 @@ class Trainer:
         metrics: dict[str, float] = {}
         with self.timers.phase("evaluate"):
             for evaluation, prompts in self.session.evaluation_prompts:
-                metrics |= evaluate_set(self.session.generator, evaluation, prompts, self.config.rollout, self.config.run.seed)
+                metrics |= evaluate_set(
+                    self.session.generator, evaluation, prompts, self.config.rollout, self.config.run.seed
+                )
         self.timers.take()
         return metrics
 
@@ -275,7 +330,10 @@ class Trainer:
 
     def _record_completions(self, step: int, rollouts: StepRollouts) -> None:
         if self.recorder and self._is_due(self.config.telemetry.completions_every, step):
-            samples = [(rollouts.prompts[key[0]], c, rollouts.records[key].reward) for key, c in rollouts.local.items()]
+            samples = [
+                (rollouts.prompts[key[0]], c, rollouts.records[key].reward)
+                for key, c in rollouts.local.items()
+            ]
             self.recorder.completions(step, samples)
 
     def _is_due(self, every: int, step: int) -> bool:

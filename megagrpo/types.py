@@ -1,6 +1,7 @@
 """The frozen values that pass between the layers.
 
-Shape legend, used everywhere: B sequences, S padded length, T packed tokens, G completions per prompt, N prompts,
+Shape legend, used everywhere: B sequences, S padded length, T packed tokens, G completions per prompt, N
+    prompts,
 V vocabulary, Vp = padded V / tp, L tokens of one completion.
 """
 
@@ -48,7 +49,8 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: tuple[tuple[int, int], ...]  # (first token, weight_version) per span, ascending
     text: str
-    # int32 [P + L - 1, layers, k]: the experts that each input token went to, where a mixture of experts' engine was told to return them
+    # int32 [P + L - 1, layers, k]: the experts that each input token went to, where a mixture of experts'
+    # engine was told to return them
     routed_experts: np.ndarray | None = None
 
 

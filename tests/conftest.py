@@ -7,7 +7,8 @@ import pytest
 CHARACTERS = string.digits + string.ascii_lowercase + " +-=>,.:?\n"
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>"]
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt "
+    "%}assistant: {% endif %}"
 )
 SHAPE = {
     "hidden_size": 32,
@@ -28,22 +29,32 @@ def build_character_tokenizer():
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
 def build_tiny_model(family: str = "qwen3", **overrides):
-    """Return a random two-layer HF causal LM of `family` (llama, qwen2, qwen3, qwen3_moe), float32; overrides go to its config."""
+    """Return a random two-layer HF causal LM of `family` (llama, qwen2, qwen3, qwen3_moe), float32;
+    overrides go to its config.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = SHAPE | {"vocab_size": len(SPECIAL_TOKENS) + len(CHARACTERS), "tie_word_embeddings": False}
-    fields |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}  # wide: far from uniform outputs
+    # wide: far from uniform outputs
+    fields |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
     if family.startswith("qwen3"):
         fields |= {"head_dim": 16}
     if family == "qwen3_moe":
-        fields |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        fields |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        }
     config = AutoConfig.for_model(family, **(fields | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
@@ -56,7 +67,9 @@ def build_tiny_model(family: str = "qwen3", **overrides):
 
 @pytest.fixture(scope="session")
 def tiny_hf_folder(tmp_path_factory):
-    """A function (family="qwen3", **config overrides) -> Path of an HF folder with a tiny random model and a character tokenizer."""
+    """A function (family="qwen3", **config overrides) -> Path of an HF folder with a tiny random model and
+    a character tokenizer.
+    """
     made = {}
 
     def make(family: str = "qwen3", **overrides):
@@ -79,5 +92,7 @@ def character_tokenizer():
 
 @pytest.fixture(scope="session")
 def tiny_model():
-    """A function (family="qwen3", **config overrides) -> the model in that family's `tiny_hf_folder`, with plain attention."""
+    """A function (family="qwen3", **config overrides) -> the model in that family's `tiny_hf_folder`, with
+    plain attention.
+    """
     return build_tiny_model

@@ -1,17 +1,20 @@
-"""Measures checkpoints: what a save costs training, in the background and not, and what a load costs, in the same layout and in others.
+"""Measures checkpoints: what a save costs training, in the background and not, and what a load costs, in the
+same layout and in others.
 
-    python tools/bench_checkpoint.py                         # 116 M parameters on TP2; 15 GB of disk and 8 GB of memory are assumed
-    python tools/bench_checkpoint.py --quick --json a.json   # a tiny model, seconds
+    python tools/bench_checkpoint.py                         # 116 M parameters on TP2; 15 GB of disk and 8 GB
+    of memory are assumed python tools/bench_checkpoint.py --quick --json a.json   # a tiny model, seconds
 
-A random model with a filled AdamW state is saved `--repeats` times in each way into a fresh folder (`sync`; `async`, in the background;
-`export`, in the background and as an HF folder too), then loaded by fresh processes. Every
-number is over all ranks, the largest counts; of the repeats the median, the first one (new files, checks of the plan) apart.
+A random model with a filled AdamW state is saved `--repeats` times in each way into a fresh folder (`sync`;
+`async`, in the background; `export`, in the background and as an HF folder too), then loaded by fresh
+processes. Every number is over all ranks, the largest counts; of the repeats the median, the first one (new
+files, checks of the plan) apart.
 
     stall       seconds that training stands still: copy, plan and commit; for a synchronous save all of it
-    write       seconds until the checkpoint is complete; while training goes on, where it is in the background
-    slowdown    of a fixed piece of work (matrix products and Python) on all ranks while the background writes
-    peak        high-water mark of the resident set above its size before the first save or load, by the rank's own shard bytes
-    load        model and optimizer; `verify` is the check of sizes and checksums that a resume makes before
+    write       seconds until the checkpoint is complete; while training goes on, where it is in the
+    background slowdown    of a fixed piece of work (matrix products and Python) on all ranks while the
+    background writes peak        high-water mark of the resident set above its size before the first save or
+    load, by the rank's own shard bytes load        model and optimizer; `verify` is the check of sizes and
+    checksums that a resume makes before
 """
 
 import argparse
@@ -26,8 +29,20 @@ import tempfile
 import time
 from pathlib import Path
 
-FULL = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 32000}
-QUICK = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+FULL = {
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "vocab_size": 32000,
+}
+QUICK = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
 SAVED_AS = "tp2"
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "tp1": {}}
 RANKS = {"tp2": 2, "pp2": 2, "dp2": 2, "tp1": 1}
@@ -70,7 +85,12 @@ class Rank:
         self.folder = Path(folder)
         hf_folder = self.folder / f"config_{os.environ['RANK']}"
         heads = shape["num_attention_heads"]
-        fields = {**shape, "num_key_value_heads": heads, "head_dim": shape["hidden_size"] // heads, "tie_word_embeddings": True}
+        fields = {
+            **shape,
+            "num_key_value_heads": heads,
+            "head_dim": shape["hidden_size"] // heads,
+            "tie_word_embeddings": True,
+        }
         Qwen3Config(**fields).save_pretrained(hf_folder)
         hf = read_hf_config(hf_folder)
         groups = build_groups(ParallelLayout(int(os.environ["WORLD_SIZE"]), **layout), timeout_seconds=600)
@@ -132,7 +152,10 @@ class Rank:
             complete = time.perf_counter() - started
             slowdown = statistics.median(slowed) / alone if slowed else 1.0
             mine = {"stall_seconds": saved.stall_seconds, "complete_seconds": complete, "slowdown": slowdown}
-            measured.append({name: max(each[name] for each in self.gather(mine)) for name in mine} | {"bytes": saved.num_bytes})
+            measured.append(
+                {name: max(each[name] for each in self.gather(mine)) for name in mine}
+                | {"bytes": saved.num_bytes}
+            )
         own = sum(path.stat().st_size for path in saved.path.glob(f"__{os.environ['RANK']}_*.distcp"))
         peaks = self.gather({"peak_extra_bytes": high_water_bytes() - before, "own_shard_bytes": own})
         worst = max(peaks, key=lambda each: each["peak_extra_bytes"] / each["own_shard_bytes"])
@@ -160,7 +183,11 @@ class Rank:
         load_shards(path, self.actor)
         loaded = time.perf_counter() - started
         own = sum(record.size for record in files if record.name.endswith(".distcp")) / ranks
-        mine = {"load_seconds": loaded, "verify_seconds": verified, "peak_extra_bytes": high_water_bytes() - before}
+        mine = {
+            "load_seconds": loaded,
+            "verify_seconds": verified,
+            "peak_extra_bytes": high_water_bytes() - before,
+        }
         return [
             {"operation": "load", "layout": name, "own_shard_bytes": own}
             | {key: max(each[key] for each in self.gather(mine)) for key in mine}
@@ -171,7 +198,9 @@ def run_rank(job):
     """One job on one rank; the first rank prints the rows."""
     rank = Rank(job["shape"], LAYOUTS[job["layout"]], job["folder"])
     rows = rank.load(job["layout"]) if job["kind"] == "load" else rank.saves(job["kind"], job["repeats"])
-    parameters = sum(rank.gather(sum(p.numel() for chunk in rank.actor.model.chunks for p in chunk.parameters())))
+    parameters = sum(
+        rank.gather(sum(p.numel() for chunk in rank.actor.model.chunks for p in chunk.parameters()))
+    )
     if int(os.environ["RANK"]) == 0:
         for row in rows:
             print("ROW", json.dumps(row | {"parameters_over_ranks": parameters}), flush=True)
@@ -186,22 +215,37 @@ def launch(job, timeout_seconds):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-addr",
+        "127.0.0.1",
+    ]
     command += ["--master-port", port, __file__, "--job", json.dumps(job)]
     environment = {"PYTHONWARNINGS": "ignore", **os.environ, **thread_environment(ranks)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, env=environment)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
-    return [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    return [
+        json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")
+    ]
 
 
 def print_row(row):
     """One line of the table."""
-    numbers = [row.get(name) for name in ("stall_seconds", "complete_seconds", "slowdown", "load_seconds", "verify_seconds")]
+    numbers = [
+        row.get(name)
+        for name in ("stall_seconds", "complete_seconds", "slowdown", "load_seconds", "verify_seconds")
+    ]
     shown = " ".join(f"{number:9.2f}" if number is not None else " " * 9 for number in numbers)
     megabytes = f"{row['bytes'] / 1e6:9.1f}" if "bytes" in row else " " * 9
     print(
-        f"{row['operation']:18s} {row['layout']:6s} {shown} {megabytes} {row['peak_extra_bytes'] / row['own_shard_bytes']:9.2f}", flush=True
+        f"{row['operation']:18s} {row['layout']:6s} {shown} {megabytes} "
+        f"{row['peak_extra_bytes'] / row['own_shard_bytes']:9.2f}",
+        flush=True,
     )
 
 
@@ -211,7 +255,11 @@ def parse_arguments():
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--repeats", type=int, default=3, help="saves of each kind after the first one")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS, help="to load in")
-    parser.add_argument("--folder", type=Path, help="where to save; a file system to be measured (default: a temporary folder)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where to save; a file system to be measured (default: a temporary folder)",
+    )
     parser.add_argument("--json", type=Path, help="file for the rows")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -230,7 +278,12 @@ def main():
     try:
         saves = [(kind, SAVED_AS) for kind in ("sync", "async", "export")]
         for kind, layout in [*saves, *(("load", name) for name in arguments.layouts)]:
-            job = {"kind": kind, "layout": layout, "shape": QUICK if arguments.quick else FULL, "folder": str(folder)}
+            job = {
+                "kind": kind,
+                "layout": layout,
+                "shape": QUICK if arguments.quick else FULL,
+                "folder": str(folder),
+            }
             for row in launch(job | {"repeats": arguments.repeats}, timeout_seconds=1800):
                 rows.append(row)
                 print_row(row)

@@ -1,20 +1,24 @@
-"""Measures the output layer: CPU time and memory of log-prob + entropy from hidden states, forward and forward + backward.
+"""Measures the output layer: CPU time and memory of log-prob + entropy from hidden states, forward and
+forward + backward.
 
-    python tools/bench_logprobs.py                       # the full table; an idle machine and 20 GB are assumed
-    python tools/bench_logprobs.py --quick --json a.json  # small shapes, seconds
+    python tools/bench_logprobs.py                       # the full table; an idle machine and 20 GB are
+    assumed python tools/bench_logprobs.py --quick --json a.json  # small shapes, seconds
 
-What is compared, all in float32, each with the entropy and its gradient, weight gradient in float32, hidden gradient reduced over TP:
+What is compared, all in float32, each with the entropy and its gradient, weight gradient in float32, hidden
+gradient reduced over TP:
 
     gemm            the floor: the bare GEMMs of the same shape into memory that is there already (one; three)
-    ours_token      linear_token_loss: gradient formed in the forward, three GEMMs; its forward column is scoring alone
+    ours_token      linear_token_loss: gradient formed in the forward, three GEMMs; its forward column is
+        scoring alone
     ours_sequence   linear_logprobs: recomputed in the backward, four GEMMs
     dense           torch.log_softmax with autograd (one rank only)
-    megatron        vocab_parallel_cross_entropy and a vocab-parallel entropy of a copy of the logits, as RL trainers on Megatron do
+    megatron        vocab_parallel_cross_entropy and a vocab-parallel entropy of a copy of the logits, as RL
+    trainers on Megatron do
 
-Each cell (implementation, T, tp) runs in fresh processes, one thread a rank, so that CPU time is work and not waiting. CPU seconds are
-summed over ranks, the least of `--repeats`; peak bytes are the largest rank's: the kernel's high-water mark of the resident set above
-what inputs and weight gradient occupy (the hidden gradient counts). Ratios are to the floor: forward to one GEMM, both to three GEMMs,
-`ours_sequence` to four.
+Each cell (implementation, T, tp) runs in fresh processes, one thread a rank, so that CPU time is work and not
+waiting. CPU seconds are summed over ranks, the least of `--repeats`; peak bytes are the largest rank's: the
+kernel's high-water mark of the resident set above what inputs and weight gradient occupy (the hidden gradient
+counts). Ratios are to the floor: forward to one GEMM, both to three GEMMs, `ours_sequence` to four.
 """
 
 import argparse
@@ -50,7 +54,11 @@ class Cell:
         rows = -(-spec["V"] // spec["tp"])
         self.hidden = torch.randn(spec["T"], spec["H"], generator=generator).requires_grad_()
         self.targets = torch.randint(spec["V"], (spec["T"],), generator=generator)
-        self.weight = torch.empty(rows, spec["H"]).normal_(std=0.05, generator=generator.manual_seed(rank + 1)).requires_grad_()
+        self.weight = (
+            torch.empty(rows, spec["H"])
+            .normal_(std=0.05, generator=generator.manual_seed(rank + 1))
+            .requires_grad_()
+        )
         self.kept_bytes = 0
         if spec["implementation"].startswith("ours"):
             self.weight.main_grad = torch.zeros(self.weight.shape).add_(0)
@@ -91,14 +99,24 @@ class Cell:
 
         if not backward:
             return self.ours_sequence(False)
-        options = {"vocab_size": self.spec["V"], "temperature": TEMPERATURE, "group": self.group, "compute_entropy": True}
+        options = {
+            "vocab_size": self.spec["V"],
+            "temperature": TEMPERATURE,
+            "group": self.group,
+            "compute_entropy": True,
+        }
         return linear_token_loss(self.hidden, self.weight, self.targets, self.loss, **options).loss.backward()
 
     def ours_sequence(self, backward):
         """Four GEMMs."""
         from megagrpo.ops.logprobs import linear_logprobs
 
-        options = {"vocab_size": self.spec["V"], "temperature": TEMPERATURE, "group": self.group, "compute_entropy": True}
+        options = {
+            "vocab_size": self.spec["V"],
+            "temperature": TEMPERATURE,
+            "group": self.group,
+            "compute_entropy": True,
+        }
         result = linear_logprobs(self.hidden, self.weight, self.targets, **options)
         if backward:
             self.loss(result.logprobs, result.entropy).sum().backward()
@@ -114,7 +132,10 @@ class Cell:
     def megatron(self, backward):
         """Megatron's cross-entropy works in place, so the entropy needs its own copy of the logits."""
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, vocab_parallel_cross_entropy
+        from megatron.core.tensor_parallel import (
+            copy_to_tensor_model_parallel_region,
+            vocab_parallel_cross_entropy,
+        )
 
         hidden = copy_to_tensor_model_parallel_region(self.hidden) if self.group is not None else self.hidden
         logits = hidden @ self.weight.t()
@@ -126,7 +147,9 @@ class Cell:
 
 
 def vocab_parallel_entropy(logits, group):
-    """Entropy of vocab-sharded logits [T, Vp] that keeps the softmax for its gradient p (sum_k p_k z_k - z), as trainers have it."""
+    """Entropy of vocab-sharded logits [T, Vp] that keeps the softmax for its gradient p (sum_k p_k z_k -
+    z), as trainers have it.
+    """
     import torch
     import torch.distributed as dist
 
@@ -183,7 +206,9 @@ def run_rank(spec, rank, port, repeats):
 
         setup()
     if needs_group:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=spec["tp"])
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=spec["tp"]
+        )
     if spec["implementation"] == "megatron":
         from megatron.core import parallel_state
 
@@ -203,21 +228,48 @@ def run_rank(spec, rank, port, repeats):
 
 
 def run_cell(spec, repeats):
-    """Runs a cell in fresh processes and returns its row; None in the fields of a cell that does not fit or does not apply."""
-    row = spec | dict.fromkeys(("peak_extra_bytes", "forward_peak_extra_bytes", "forward_cpu_seconds", "forward_backward_cpu_seconds"))
+    """Runs a cell in fresh processes and returns its row; None in the fields of a cell that does not fit
+    or does not apply.
+    """
+    row = spec | dict.fromkeys(
+        (
+            "peak_extra_bytes",
+            "forward_peak_extra_bytes",
+            "forward_cpu_seconds",
+            "forward_backward_cpu_seconds",
+        )
+    )
     if (spec["implementation"] == "dense" and spec["tp"] > 1) or needed_bytes(spec) > 0.9 * available_bytes():
         return row
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--repeats", str(repeats), "--cell", json.dumps(spec), "--port", str(port), "--rank"]
+    threads = {
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "MKL_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        __file__,
+        "--repeats",
+        str(repeats),
+        "--cell",
+        json.dumps(spec),
+        "--port",
+        str(port),
+        "--rank",
+    ]
     ranks = [
-        subprocess.Popen([*command, str(rank)], env=os.environ | threads, stdout=subprocess.PIPE, text=True) for rank in range(spec["tp"])
+        subprocess.Popen([*command, str(rank)], env=os.environ | threads, stdout=subprocess.PIPE, text=True)
+        for rank in range(spec["tp"])
     ]
     outputs = [process.communicate()[0] for process in ranks]
     if any(process.returncode for process in ranks):
-        raise SystemExit(f"bench_logprobs: {spec} failed with exit codes {[process.returncode for process in ranks]}")
+        raise SystemExit(
+            f"bench_logprobs: {spec} failed with exit codes {[process.returncode for process in ranks]}"
+        )
     results = [json.loads(output.splitlines()[-1]) for output in outputs]
     forward, both, forward_peak, both_peak = zip(*results, strict=True)
     row.update(forward_cpu_seconds=sum(forward), forward_backward_cpu_seconds=sum(both))
@@ -242,17 +294,28 @@ def print_row(row, floor):
     """One line of the table."""
     name = f"{row['implementation']:14s} {row['T']:6d} {row['V']:7d} {row['H']:5d} {row['tp']:3d}"
     if row["forward_cpu_seconds"] is None:
-        print(f"{name}   does not fit" if row["implementation"] != "dense" or row["tp"] == 1 else f"{name}   one rank only", flush=True)
+        print(
+            f"{name}   does not fit"
+            if row["implementation"] != "dense" or row["tp"] == 1
+            else f"{name}   one rank only",
+            flush=True,
+        )
         return
     ratios = ""
     if floor["forward_cpu_seconds"] is not None:
         gemms = floor["forward_backward_cpu_seconds"]
         if row["implementation"] == "ours_sequence":
             gemms += floor["forward_cpu_seconds"]
-        ratios = f"{row['forward_cpu_seconds'] / floor['forward_cpu_seconds']:8.3f} {row['forward_backward_cpu_seconds'] / gemms:8.3f}"
+        ratios = (
+            f"{row['forward_cpu_seconds'] / floor['forward_cpu_seconds']:8.3f} "
+            f"{row['forward_backward_cpu_seconds'] / gemms:8.3f}"
+        )
     megabytes = [row[field] / 1e6 for field in ("forward_peak_extra_bytes", "peak_extra_bytes")]
     seconds = [row[field] for field in ("forward_cpu_seconds", "forward_backward_cpu_seconds")]
-    print(f"{name} {seconds[0]:9.2f} {seconds[1]:9.2f} {ratios:17s} {megabytes[0]:9.0f} {megabytes[1]:9.0f}", flush=True)
+    print(
+        f"{name} {seconds[0]:9.2f} {seconds[1]:9.2f} {ratios:17s} {megabytes[0]:9.0f} {megabytes[1]:9.0f}",
+        flush=True,
+    )
 
 
 def parse_arguments():
@@ -263,8 +326,12 @@ def parse_arguments():
     parser.add_argument("--vocabulary", type=int, default=151936, help="V")
     parser.add_argument("--hidden", type=int, default=1024, help="H")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="tensor-parallel sizes")
-    parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
-    parser.add_argument("--repeats", type=int, default=2, help="of each measurement; the least CPU time counts")
+    parser.add_argument(
+        "--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="of each measurement; the least CPU time counts"
+    )
     parser.add_argument("--json", type=Path, help="file for the rows")
     for name in ("--cell", "--rank", "--port"):
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -279,13 +346,21 @@ def main():
     tokens, vocabulary, hidden = arguments.tokens, arguments.vocabulary, arguments.hidden
     if arguments.quick:
         tokens, vocabulary, hidden = [256, 512], 16384, 256
-    print("implementation      T       V     H  tp  forward s    both s  ratios to floor  forward MB   both MB")
+    print(
+        "implementation      T       V     H  tp  forward s    both s  ratios to floor  forward MB   both MB"
+    )
     rows = []
     for tp in arguments.tp:
         for num_tokens in tokens:
             floor = None
             for implementation in dict.fromkeys(["gemm", *arguments.implementations]):
-                spec = {"implementation": implementation, "T": num_tokens, "V": vocabulary, "H": hidden, "tp": tp}
+                spec = {
+                    "implementation": implementation,
+                    "T": num_tokens,
+                    "V": vocabulary,
+                    "H": hidden,
+                    "tp": tp,
+                }
                 row = run_cell(spec, arguments.repeats)
                 floor = floor or row
                 rows.append(row)

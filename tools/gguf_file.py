@@ -1,6 +1,7 @@
 """Read a GGUF file: its metadata and its tensors as float32 arrays.
 
-Format: github.com/ggml-org/ggml, docs/gguf.md (versions 2 and 3, little-endian); block layouts: ggml's `ggml-common.h`. A quantised row is
+Format: github.com/ggml-org/ggml, docs/gguf.md (versions 2 and 3, little-endian); block layouts: ggml's
+    `ggml-common.h`. A quantised row is
 a series of blocks of 32 weights, each with a float16 scale d (and minimum m), low nibbles first:
 
     Q4_0: d, 16 bytes     w = d * (q - 8)          Q8_0: d, 32 int8     w = d * q
@@ -16,7 +17,19 @@ import numpy as np
 
 from megagrpo.errors import UserError
 
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "|b1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _STRING, _ARRAY = 8, 9
 _BLOCK = 32  # weights per quantised block
 
@@ -36,11 +49,14 @@ class GgufFile:
 
     Example:
         >>> file = GgufFile("model.gguf")  # doctest: +SKIP
-        >>> file.metadata["general.architecture"], dict(file.tensors())["output_norm.weight"].shape  # doctest: +SKIP
+        >>> file.metadata["general.architecture"], dict(file.tensors())["output_norm.weight"].shape  #
+        doctest: +SKIP
     """
 
     def __init__(self, path: str | Path):
-        """Read the header; raises UserError where the file is no GGUF file, is cut short, or has a tensor type that is not supported."""
+        """Read the header; raises UserError where the file is no GGUF file, is cut short, or has a tensor
+        type that is not supported.
+        """
         self.path = Path(path)
         if not self.path.is_file() or self.path.stat().st_size < 24:
             raise UserError(f"{path}: no GGUF file (missing, or shorter than a header)")
@@ -68,15 +84,23 @@ class GgufFile:
         for tensor in self.stored:
             dtype = _TYPES[tensor.type_id]
             stored = self._bytes[tensor.offset : tensor.offset + dtype.stored_bytes(tensor)]
-            yield tensor.name, dtype.dequantize(np.asarray(stored).reshape(-1, dtype.block_bytes)).reshape(tensor.shape)
+            yield (
+                tensor.name,
+                dtype.dequantize(np.asarray(stored).reshape(-1, dtype.block_bytes)).reshape(tensor.shape),
+            )
 
     def _check(self, tensor: StoredTensor) -> None:
         if tensor.type_id not in _TYPES:
             known = ", ".join(dtype.name for dtype in _TYPES.values())
-            raise UserError(f"{self.path}: tensor {tensor.name!r} has GGUF type {tensor.type_id}; supported: {known}")
+            raise UserError(
+                f"{self.path}: tensor {tensor.name!r} has GGUF type {tensor.type_id}; supported: {known}"
+            )
         end = tensor.offset + _TYPES[tensor.type_id].stored_bytes(tensor)
         if end > len(self._bytes):
-            raise UserError(f"{self.path}: tensor {tensor.name!r} ends at byte {end}, the file at {len(self._bytes)}: it is cut short")
+            raise UserError(
+                f"{self.path}: tensor {tensor.name!r} ends at byte {end}, the file at "
+                f"{len(self._bytes)}: it is cut short"
+            )
 
 
 class _Reader:
@@ -88,7 +112,9 @@ class _Reader:
 
     def take(self, count: int) -> np.ndarray:
         if self.position + count > len(self._source):
-            raise UserError(f"{self._path}: the header ends at byte {len(self._source)}: the file is cut short")
+            raise UserError(
+                f"{self._path}: the header ends at byte {len(self._source)}: the file is cut short"
+            )
         taken = self._source[self.position : self.position + count]
         self.position += count
         return taken
@@ -107,7 +133,11 @@ class _Reader:
             return self.string()
         if type_id == _ARRAY:
             element, count = self.scalar("<u4"), self.scalar("<u8")
-            return self.array(_SCALARS[element], count) if element in _SCALARS else [self.value(element) for _ in range(count)]
+            return (
+                self.array(_SCALARS[element], count)
+                if element in _SCALARS
+                else [self.value(element) for _ in range(count)]
+            )
         if type_id not in _SCALARS:
             raise UserError(f"{self._path}: metadata value of unknown type {type_id}")
         return self.scalar(_SCALARS[type_id])
@@ -123,7 +153,8 @@ class _TensorType:
     name: str
     block_weights: int
     block_bytes: int
-    dequantize: Callable[[np.ndarray], np.ndarray]  # uint8 [blocks, block_bytes] -> float32 [blocks, block_weights]
+    # uint8 [blocks, block_bytes] -> float32 [blocks, block_weights]
+    dequantize: Callable[[np.ndarray], np.ndarray]
 
     def stored_bytes(self, tensor: StoredTensor) -> int:
         return int(np.prod(tensor.shape, dtype=np.int64)) // self.block_weights * self.block_bytes
@@ -143,6 +174,10 @@ _TYPES = {
     0: _TensorType("F32", 1, 4, lambda blocks: blocks.view("<f4").astype(np.float32)),
     1: _TensorType("F16", 1, 2, lambda blocks: blocks.view("<f2").astype(np.float32)),
     2: _TensorType("Q4_0", _BLOCK, 18, lambda blocks: _half(blocks, 0) * (_nibbles(blocks[:, 2:]) - 8)),
-    3: _TensorType("Q4_1", _BLOCK, 20, lambda blocks: _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2)),
-    8: _TensorType("Q8_0", _BLOCK, 34, lambda blocks: _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)),
+    3: _TensorType(
+        "Q4_1", _BLOCK, 20, lambda blocks: _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2)
+    ),
+    8: _TensorType(
+        "Q8_0", _BLOCK, 34, lambda blocks: _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+    ),
 }

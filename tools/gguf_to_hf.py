@@ -31,17 +31,21 @@ _LAYER_NAMES = {
 }
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _KNOWN_KEYS = {
-    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+    "attention.head_count",
     "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count",
 }  # fmt: skip
 _CONTROL_TOKEN, _USER_TOKEN = 3, 4  # tokenizer.ggml.token_type: special tokens, never the result of merges
-# Byte-level BPE schemes by GGUF's name for them: whether each digit is split off before the GPT-2 pattern applies.
+# Byte-level BPE schemes by GGUF's name for them: whether each digit is split off before the GPT-2 pattern
+# applies.
 _SPLITS_DIGITS = {"gpt-2": False, "smollm": True}
 
 
 def build_config(file: GgufFile) -> dict[str, Any]:
     """Return the HF config of the model; a key that changes the maths and is not known raises UserError."""
-    values = {key.removeprefix("llama."): value for key, value in file.metadata.items() if key.startswith("llama.")}
+    values = {
+        key.removeprefix("llama."): value for key, value in file.metadata.items() if key.startswith("llama.")
+    }
     architecture = file.metadata.get("general.architecture")
     if architecture != "llama":
         raise UserError(f"{file.path}: architecture {architecture!r}; only llama can be converted")
@@ -50,7 +54,10 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     heads = values["attention.head_count"]
     head_dim = values["embedding_length"] // heads
     if values.get("rope.dimension_count", head_dim) != head_dim:
-        raise UserError(f"{file.path}: llama.rope.dimension_count is {values['rope.dimension_count']}; only {head_dim} (all) is supported")
+        raise UserError(
+            f"{file.path}: llama.rope.dimension_count is {values['rope.dimension_count']}; only "
+            f"{head_dim} (all) is supported"
+        )
     names = {tensor.name for tensor in file.stored}
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -64,7 +71,10 @@ def build_config(file: GgufFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": values["context_length"],
         "rms_norm_eps": _shortest(values["attention.layer_norm_rms_epsilon"]),
-        "rope_parameters": {"rope_type": "default", "rope_theta": _shortest(values.get("rope.freq_base", 10_000.0))},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": _shortest(values.get("rope.freq_base", 10_000.0)),
+        },
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": "output.weight" not in names,
@@ -101,8 +111,8 @@ def convert_tensors(file: GgufFile, config: dict[str, Any]) -> dict[str, np.ndar
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Return q or k rows in HF's order.
 
-    GGUF rotates neighbouring rows (2i, 2i + 1) of a head, HF rows (i, i + head_dim / 2): llama.cpp's converter interleaves the two
-    halves of each head, and this takes them apart again.
+    GGUF rotates neighbouring rows (2i, 2i + 1) of a head, HF rows (i, i + head_dim / 2): llama.cpp's
+    converter interleaves the two halves of each head, and this takes them apart again.
 
     Args:
         weight: [heads * head_dim, hidden].
@@ -140,8 +150,13 @@ def build_tokenizer_config(file: GgufFile) -> dict[str, Any]:
     roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     ids = {role: metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in roles.items()}
     config = {role: tokens[index] for role, index in ids.items() if index is not None}
-    # the generic class reads tokenizer.json as it stands; a model's own class would rebuild it with its own pre-tokenizer
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "add_prefix_space": False}
+    # the generic class reads tokenizer.json as it stands; a model's own class would rebuild it with its own
+    # pre-tokenizer
+    config |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+    }
     config["model_max_length"] = metadata["llama.context_length"]
     if "tokenizer.chat_template" in metadata:
         config["chat_template"] = metadata["tokenizer.chat_template"]
@@ -161,7 +176,11 @@ def convert(source: str | Path, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    texts = {"config.json": config, "generation_config.json": special, "tokenizer_config.json": build_tokenizer_config(file)}
+    texts = {
+        "config.json": config,
+        "generation_config.json": special,
+        "tokenizer_config.json": build_tokenizer_config(file),
+    }
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     partial = folder / "model.safetensors.partial"

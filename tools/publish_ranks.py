@@ -1,4 +1,5 @@
-"""The ranks of `bench_publish.py`: publishes a model again and again, by each method, and prints one JSON row a method on rank 0.
+"""The ranks of `bench_publish.py`: publishes a model again and again, by each method, and prints one JSON row
+a method on rank 0.
 
 Started by torchrun: publish_ranks.py MODEL TP PP ENGINE REPEATS PYTHON.
 """
@@ -25,7 +26,13 @@ from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.parallel.groups import all_gather_metadata, build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
-from megagrpo.rollout.engines.host.manifest import BucketManifest, TensorEntry, build_ack, checksum_of, open_tensors  # noqa: E402
+from megagrpo.rollout.engines.host.manifest import (  # noqa: E402
+    BucketManifest,
+    TensorEntry,
+    build_ack,
+    checksum_of,
+    open_tensors,
+)
 from megagrpo.rollout.engines.host.transfer_group import GroupAddress, TransferGroup  # noqa: E402
 from megagrpo.weights.build import build_transport  # noqa: E402
 from megagrpo.weights.export import WeightExporter  # noqa: E402
@@ -39,7 +46,9 @@ TIMEOUT_SECONDS = 300.0
 
 
 def serve_buckets(connection) -> None:
-    """The receiving process of `--engine stub`: verifies buckets and copies them into tensors of its own, as an engine's worker does."""
+    """The receiving process of `--engine stub`: verifies buckets and copies them into tensors of its own,
+    as an engine's worker does.
+    """
     torch.set_num_threads(1)
     parameters: dict[str, torch.Tensor] = {}
     group = None
@@ -107,21 +116,32 @@ def start_engine(name: str, model: str, python: str, groups):
     from megagrpo.rollout.engines import ENGINES
 
     config = EngineConfig(name=name, python=python or None, max_model_len=256)
-    build = lambda **options: ENGINES.get(name)(model, config, device=DEVICE, dtype=torch.float32, load_weights=False, **options)  # noqa: E731
+
+    def build(**options):
+        return ENGINES.get(name)(
+            model, config, device=DEVICE, dtype=torch.float32, load_weights=False, **options
+        )
+
     engine = build() if groups.rank == 0 else None
     address = all_gather_metadata(engine.address if engine else None)[0]
     return engine or build(address=address, is_owner=False)
 
 
 def by_files(exporter: WeightExporter, engine, version: int, folder: Path) -> dict[str, float]:
-    """Gather full tensors on every rank, save a safetensors file, have the engine read it: what is compared with."""
+    """Gather full tensors on every rank, save a safetensors file, have the engine read it: what is
+    compared with.
+    """
     started = time.perf_counter()
-    tensors = {name: tensor.to("cpu", copy=True) if engine.is_owner else None for name, tensor in exporter.tensors()}
+    tensors = {
+        name: tensor.to("cpu", copy=True) if engine.is_owner else None for name, tensor in exporter.tensors()
+    }
     gathered = time.perf_counter()
     stats = exporter.stats
     path, saved, load_seconds = folder / "full.safetensors", gathered, 0.0
     if engine.is_owner:
-        header, entries = lay_out_safetensors([TensorEntry(n, "float32", tuple(t.shape), 0, t.nbytes, "") for n, t in tensors.items()])
+        header, entries = lay_out_safetensors(
+            [TensorEntry(n, "float32", tuple(t.shape), 0, t.nbytes, "") for n, t in tensors.items()]
+        )
         with open(path, "wb") as file:
             file.write(header)
             for tensor in tensors.values():
@@ -135,7 +155,9 @@ def by_files(exporter: WeightExporter, engine, version: int, folder: Path) -> di
         engine.commit_update(version)
         load_seconds = time.perf_counter() - load_started
     moved = stats.gathered_bytes + stats.broadcast_bytes + (path.stat().st_size if engine.is_owner else 0)
-    peak = (path.stat().st_size if engine.is_owner else 0) + sum(t.nbytes for t in tensors.values() if t is not None)
+    peak = (path.stat().st_size if engine.is_owner else 0) + sum(
+        t.nbytes for t in tensors.values() if t is not None
+    )
     rows = agree(lambda: (gathered - started, saved - gathered, load_seconds, moved, peak), "numbers")
     if not engine.is_owner:  # as a follower: it knows what is served
         engine.begin_update(version)
@@ -169,7 +191,9 @@ def by_slices(publisher: RemotePublisher, version: int) -> dict[str, float]:
 def main() -> None:
     """Measure every method."""
     folder, tp, pp, engine_name, repeats, python = sys.argv[1:]
-    groups = build_groups(ParallelLayout(int(os.environ["WORLD_SIZE"]), tp=int(tp), pp=int(pp)), timeout_seconds=900)
+    groups = build_groups(
+        ParallelLayout(int(os.environ["WORLD_SIZE"]), tp=int(tp), pp=int(pp)), timeout_seconds=900
+    )
     hf = read_hf_config(folder)
     config = build_transformer_config(hf, groups, build_precision("fp32"), sp=False)
     model = load_stage_model(folder, hf, config, groups, DEVICE, use_te=False)
@@ -184,7 +208,15 @@ def main() -> None:
             else:
                 way, layout = method.split(", ")
                 kind = "group" if way == "group" else "shared_memory"
-                transport = build_transport(kind, model, EngineGrid(1, 1, 1, layout), [0], torch.float32, BUCKET_BYTES, TIMEOUT_SECONDS)
+                transport = build_transport(
+                    kind,
+                    model,
+                    EngineGrid(1, 1, 1, layout),
+                    [0],
+                    torch.float32,
+                    BUCKET_BYTES,
+                    TIMEOUT_SECONDS,
+                )
                 publisher = RemotePublisher(exporter, engine, 0, transport)
                 publish = lambda number, publisher=publisher: by_slices(publisher, number)  # noqa: E731
             plan_seconds = time.perf_counter() - started
@@ -192,8 +224,15 @@ def main() -> None:
             for _ in range(int(repeats) + 1):  # the first one is not counted
                 version += 1
                 rows.append(publish(version))
-            row = {"model": Path(folder).name, "trainer": f"tp {tp} pp {pp}", "engine": engine_name, "method": method}
-            row |= {"plan_seconds": plan_seconds} | {name: median(r[name] for r in rows[1:]) for name in rows[0]}
+            row = {
+                "model": Path(folder).name,
+                "trainer": f"tp {tp} pp {pp}",
+                "engine": engine_name,
+                "method": method,
+            }
+            row |= {"plan_seconds": plan_seconds} | {
+                name: median(r[name] for r in rows[1:]) for name in rows[0]
+            }
             row["gigabytes_per_second"] = hf_bytes(exporter) / row["total_seconds"] / 1e9
             if groups.rank == 0:
                 print("ROW " + json.dumps(row), flush=True)

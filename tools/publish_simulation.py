@@ -1,8 +1,9 @@
-"""Models and grids of `bench_publish.py --simulate`, and what is computed of a plan: time, memory, coverage, bytes and link loads.
+"""Models and grids of `bench_publish.py --simulate`, and what is computed of a plan: time, memory, coverage,
+bytes and link loads.
 
-The DeepSeek-V3-like model is a list of shapes: its 61 layers with latent attention, 256 experts and a shared one, without the multi-token
-prediction layer; projections are split as Megatron-core splits them, the router's bias is left out. No family of megagrpo trains it. The
-other two follow the rules of their families.
+The DeepSeek-V3-like model is a list of shapes: its 61 layers with latent attention, 256 experts and a shared
+one, without the multi-token prediction layer; projections are split as Megatron-core splits them, the
+router's bias is left out. No family of megagrpo trains it. The other two follow the rules of their families.
 """
 
 import time
@@ -32,13 +33,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Links:
-    """What a rank can send and receive at once; every rank has a network card of its own, as in GPU clusters."""
+    """What a rank can send and receive at once; every rank has a network card of its own, as in GPU
+    clusters.
+    """
 
     gigabytes_per_second: float
 
 
 def deepseek_v3_like() -> Case:
-    """671 B parameters from TP8 PP16 EP64 on 2,048 ranks to 64 engines of 32 ranks, attention TP32 and experts EP32."""
+    """671 B parameters from TP8 PP16 EP64 on 2,048 ranks to 64 engines of 32 ranks, attention TP32 and
+    experts EP32.
+    """
     layout = ParallelLayout(2048, tp=8, pp=16, ep=64, etp=1, layers_first_stage=3, layers_last_stage=2)
     h, heads, vocab = 7168, 128, 129280
     sources = [SourceTensor("model.embed_tokens.weight", "embedding", "vocab", (vocab, h), 0, 0, vocab)]
@@ -49,9 +54,17 @@ def deepseek_v3_like() -> Case:
         def add(unit, kind, names, shapes, split, is_expert=False, p=p, stage=stage):
             for name, shape in zip(names, shapes, strict=True):
                 size = 0 if split is None else shape[split]
-                sources.append(SourceTensor(f"{p}{name}.weight", f"{p}{unit}", kind, shape, stage, split, size, is_expert))
+                sources.append(
+                    SourceTensor(
+                        f"{p}{name}.weight", f"{p}{unit}", kind, shape, stage, split, size, is_expert
+                    )
+                )
 
-        for norm, size in (("input_layernorm", h), ("post_attention_layernorm", h), ("self_attn.q_a_layernorm", 1536)):
+        for norm, size in (
+            ("input_layernorm", h),
+            ("post_attention_layernorm", h),
+            ("self_attn.q_a_layernorm", 1536),
+        ):
             add(norm, "replicated", [norm], [(size,)], None)
         add("kv_a_layernorm", "replicated", ["self_attn.kv_a_layernorm"], [(512,)], None)
         down = ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"]
@@ -64,20 +77,35 @@ def deepseek_v3_like() -> Case:
         add("fc2", "row", [f"{dense}down_proj"], [(h, ffn)], 1)
         if layer >= 3:
             add("router", "replicated", ["mlp.gate"], [(256, h)], None)
-            add("w13", "gate_up", ["mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"], [(256, 2048, h)] * 2, 1, True)
+            add(
+                "w13",
+                "gate_up",
+                ["mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"],
+                [(256, 2048, h)] * 2,
+                1,
+                True,
+            )
             add("w2", "row", ["mlp.experts.{expert}.down_proj"], [(256, h, 2048)], 2, True)
     sources.append(SourceTensor("model.norm.weight", "norm", "replicated", (h,), 15, None))
     sources.append(SourceTensor("lm_head.weight", "head", "vocab", (vocab, h), 15, 0, vocab))
     return Case("DeepSeek-V3-like 671B", layout, EngineGrid(64, 32, 32, "sharded"), 192, sources)
 
 
-def family_case(model: str, model_type: str, layout: ParallelLayout, grid: EngineGrid, **fields: object) -> Case:
+def family_case(
+    model: str, model_type: str, layout: ParallelLayout, grid: EngineGrid, **fields: object
+) -> Case:
     """Return a case of one of our families, by its parameter rules."""
     from megagrpo.models import families
     from megagrpo.models.family import FAMILIES, HFConfig
 
     families.load_all()
-    rest = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 4096, "rope_theta": 1e6, "rope_type": "default"}
+    rest = {
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e6,
+        "rope_type": "default",
+    }
     hf = HFConfig(model_type=model_type, **{**rest, "rope_parameters": {}, "raw": {}, **fields})
     rules = FAMILIES.get(model_type).parameter_rules(hf)
     return Case(model, layout, grid, hf.head_dim, build_sources(rules, hf, layout, hf.vocab_size))
@@ -86,12 +114,16 @@ def family_case(model: str, model_type: str, layout: ParallelLayout, grid: Engin
 def build_cases() -> list[Case]:
     """Return the three cases, largest first."""
     qwen = family_case(
-        "Qwen3-235B", "qwen3_moe", ParallelLayout(256, tp=4, pp=8, ep=32, etp=1, layers_first_stage=11, layers_last_stage=11),
-        EngineGrid(16, 8, 8, "sharded"), vocab_size=151936, hidden_size=4096, ffn_hidden_size=12288, num_layers=94,
-        num_attention_heads=64, num_query_groups=4, head_dim=128, num_experts=128, raw={"moe_intermediate_size": 1536},
+        "Qwen3-235B", "qwen3_moe", ParallelLayout(256, tp=4, pp=8, ep=32, etp=1, layers_first_stage=11,
+        layers_last_stage=11),
+        EngineGrid(16, 8, 8, "sharded"), vocab_size=151936, hidden_size=4096, ffn_hidden_size=12288,
+        num_layers=94,
+        num_attention_heads=64, num_query_groups=4, head_dim=128, num_experts=128,
+        raw={"moe_intermediate_size": 1536},
     )  # fmt: skip
     llama = family_case(
-        "Llama-70B", "llama", ParallelLayout(64, tp=8, pp=4), EngineGrid(8, 8, 1, "sharded"), vocab_size=128256, hidden_size=8192,
+        "Llama-70B", "llama", ParallelLayout(64, tp=8, pp=4), EngineGrid(8, 8, 1, "sharded"),
+        vocab_size=128256, hidden_size=8192,
         ffn_hidden_size=28672, num_layers=80, num_attention_heads=64, num_query_groups=8, head_dim=128,
     )  # fmt: skip
     return [deepseek_v3_like(), qwen, llama]
@@ -102,7 +134,10 @@ def simulate(case: Case, links: Links, itemsize: int, bucket_bytes: int) -> dict
     build = lambda: PublishPlan(case.sources, case.layout, case.grid, case.head_dim, itemsize, bucket_bytes)  # noqa: E731
     views = lambda plan: (  # noqa: E731
         [plan.sends(bucket, case.layout.world_size // 2) for bucket in plan.buckets],
-        [plan.receives(bucket, case.grid.replicas // 2, case.grid.destinations // 2) for bucket in plan.buckets],
+        [
+            plan.receives(bucket, case.grid.replicas // 2, case.grid.destinations // 2)
+            for bucket in plan.buckets
+        ],
     )
     started = time.perf_counter()
     plan = build()
@@ -114,7 +149,9 @@ def simulate(case: Case, links: Links, itemsize: int, bucket_bytes: int) -> dict
     tracemalloc.stop()
     del kept, again
     once, received, sent = check_coverage(plan)
-    kept_elements = sum(sum(prod(sizes(part.box)) for target in targets for part in target.parts) for targets in plan.targets)
+    kept_elements = sum(
+        sum(prod(sizes(part.box)) for target in targets for part in target.parts) for targets in plan.targets
+    )
     needed_bytes = kept_elements * case.grid.replicas * itemsize
     total_bytes = sum(prod(source.shape) for source in case.sources) * itemsize
     busiest = max(int(sent.max()), received_busiest := max(received)) * itemsize
@@ -123,7 +160,8 @@ def simulate(case: Case, links: Links, itemsize: int, bucket_bytes: int) -> dict
         "model": case.model,
         "parameters": total_bytes // itemsize,
         "trainer": f"{case.layout.world_size} ranks, {case.layout.describe()}",
-        "engines": f"{case.grid.replicas} x tp {case.grid.tp}" + (f" ep {case.grid.ep}" if case.grid.ep > 1 else ""),
+        "engines": f"{case.grid.replicas} x tp {case.grid.tp}"
+        + (f" ep {case.grid.ep}" if case.grid.ep > 1 else ""),
         "buckets": len(plan.buckets),
         "largest_bucket_bytes": max(bucket.nbytes for bucket in plan.buckets),
         "plan_seconds": plan_seconds,
@@ -143,7 +181,8 @@ def simulate(case: Case, links: Links, itemsize: int, bucket_bytes: int) -> dict
 
 
 def check_coverage(plan: PublishPlan) -> tuple[bool, list[int], np.ndarray]:
-    """Carry every rank's plan out on boxes: (each kept element arrives exactly once, elements received by destination, sent by rank).
+    """Carry every rank's plan out on boxes: (each kept element arrives exactly once, elements received by
+    destination, sent by rank).
 
     A parameter's boxes are disjoint and as large together as what is kept of it; replicas are told apart.
     """
@@ -160,7 +199,9 @@ def check_coverage(plan: PublishPlan) -> tuple[bool, list[int], np.ndarray]:
         arrived: dict[tuple[int, int, int], list] = {}
         for rank in sorted(ranks):
             for transfer in plan.sends(bucket, rank):
-                arrived.setdefault((transfer.replica, transfer.destination, transfer.target), []).append(transfer.place)
+                arrived.setdefault((transfer.replica, transfer.destination, transfer.target), []).append(
+                    transfer.place
+                )
                 sent[rank] += transfer.numel
                 if transfer.replica == 0:
                     received[transfer.destination] += transfer.numel
@@ -184,9 +225,15 @@ def are_disjoint(boxes: list) -> bool:
 
 
 def sender_imbalance(case: Case, sent: np.ndarray) -> float:
-    """Return the largest ratio of a rank's bytes to the mean of the ranks that hold exactly the same slices."""
+    """Return the largest ratio of a rank's bytes to the mean of the ranks that hold exactly the same
+    slices.
+    """
     layout = case.layout
     stage = layout.tp * layout.cp * layout.dp
-    stride = layout.tp if not any(source.is_expert for source in case.sources) else np.lcm(layout.tp, layout.expert_tp * layout.ep)
+    stride = (
+        layout.tp
+        if not any(source.is_expert for source in case.sources)
+        else np.lcm(layout.tp, layout.expert_tp * layout.ep)
+    )
     alike = sent.reshape(layout.pp, stage // stride, stride)
     return float((alike.max(1) / alike.mean(1)).max())

@@ -2,8 +2,8 @@
 
 Usage: python examples/gsm8k/prepare.py SOURCE.jsonl TARGET.jsonl
 
-Each line of SOURCE has `question` and `answer`, the answer ending in `#### N`. TARGET keeps both and gains `prompt`: the question after
-a solved example in the form that the `format` reward checks.
+Each line of SOURCE has `question` and `answer`, the answer ending in `#### N`. TARGET keeps both and gains
+`prompt`: the question after a solved example in the form that the `format` reward checks.
 """
 
 import json
@@ -25,7 +25,9 @@ def with_prompt(row: dict) -> dict:
 
 def write_rows(path: Path, rows: list[dict]) -> None:
     """Write one JSON object per line, each with its prompt."""
-    path.write_text("".join(json.dumps(with_prompt(row), ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(with_prompt(row), ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 def main() -> int:

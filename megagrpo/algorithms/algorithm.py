@@ -1,8 +1,10 @@
 """One algorithm: advantages, token loss, KL and entropy as the configuration combines them.
 
-What the trainer calls, in this order: `shape_rewards`, `advantages`, (`correct` where old and rollout log-probs differ), then for each
-mini-batch `token_weights` once and for each micro-batch `token_loss` and `aggregate_loss`; at the step's end `update_kl`. Where
-`correction_before_advantages` is true, `correct` comes first and its rejected completions are invalid for the advantages.
+What the trainer calls, in this order: `shape_rewards`, `advantages`, (`correct` where old and rollout
+    log-probs differ), then for each
+mini-batch `token_weights` once and for each micro-batch `token_loss` and `aggregate_loss`; at the step's end
+`update_kl`. Where `correction_before_advantages` is true, `correct` comes first and its rejected completions
+are invalid for the advantages.
 """
 
 from collections.abc import Callable
@@ -42,7 +44,9 @@ class Algorithm:
 
     @property
     def needs_exact_kl(self) -> bool:
-        """Whether the KL term is the full-vocabulary one: `token_loss` takes `exact_kl`, not `ref_logprobs`."""
+        """Whether the KL term is the full-vocabulary one: `token_loss` takes `exact_kl`, not
+        `ref_logprobs`.
+        """
         return self.needs_reference and self.config.kl.estimator == "exact"
 
     @property
@@ -52,7 +56,9 @@ class Algorithm:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether KL is taken from the rewards: old and reference log-probs are needed before the advantages."""
+        """Whether KL is taken from the rewards: old and reference log-probs are needed before the
+        advantages.
+        """
         return self.needs_reference and self.config.kl.placement == "reward"
 
     @property
@@ -62,25 +68,33 @@ class Algorithm:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether anything reads the actor's log-probs before the update; otherwise they need not be computed."""
+        """Whether anything reads the actor's log-probs before the update; otherwise they need not be
+        computed.
+        """
         uses = self._loss.uses_old_logprobs and self.config.old_logprobs == "actor"
         return uses or self.config.correction.enabled or self.kl_in_reward
 
     @property
     def correction_before_advantages(self) -> bool:
-        """Whether sequences can be rejected, so that the correction must be known before the group statistics."""
+        """Whether sequences can be rejected, so that the correction must be known before the group
+        statistics.
+        """
         return self.config.correction.rejects_sequences
 
     @property
     def needs_whole_sequences(self) -> bool:
-        """Whether `token_loss` needs a sequence's tokens together; otherwise any rows of a micro-batch give their own losses."""
+        """Whether `token_loss` needs a sequence's tokens together; otherwise any rows of a micro-batch
+        give their own losses.
+        """
         return self._loss.needs_whole_sequences
 
     @property
     def can_skip_zero_advantage(self) -> bool:
-        """Whether a completion with advantage 0 need not be computed: it adds exactly 0 to the loss and to every gradient.
+        """Whether a completion with advantage 0 need not be computed: it adds exactly 0 to the loss and to
+        every gradient.
 
-        It still counts in denominators; so where a correction masks tokens it must be computed, for the mask to count it.
+        It still counts in denominators; so where a correction masks tokens it must be computed, for the mask
+        to count it.
         """
         adds_nothing = self._loss.zero_at_zero_advantage and not self.kl_in_loss and not self.needs_entropy
         return adds_nothing and not self.config.correction.masks
@@ -91,19 +105,31 @@ class Algorithm:
         if overlong.penalty == 0:
             return rewards
         buffer = overlong.buffer_tokens or max(1, self.max_new_tokens // 5)
-        return rewards + compute_overlong_penalty(lengths, finish_by_length, self.max_new_tokens, buffer, overlong.penalty)
+        return rewards + compute_overlong_penalty(
+            lengths, finish_by_length, self.max_new_tokens, buffer, overlong.penalty
+        )
 
     def mask_completions(self, valid: Tensor, finish_by_length: Tensor) -> Tensor:
         """Return `valid` [N, G] without the completions that overlong masking takes out."""
         return mask_overlong(valid, finish_by_length) if self.config.overlong.mask else valid
 
-    def kl_penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
-        """Return what KL takes from each completion's reward [num_sequences] float64 (subtract it); see `compute_kl_penalty`."""
-        return compute_kl_penalty(old_logprobs, ref_logprobs, sequence_ids, num_sequences, self.config.kl, self.kl_coef)
+    def kl_penalty(
+        self, old_logprobs: Tensor, ref_logprobs: Tensor, sequence_ids: Tensor, num_sequences: int
+    ) -> Tensor:
+        """Return what KL takes from each completion's reward [num_sequences] float64 (subtract it); see
+        `compute_kl_penalty`.
+        """
+        return compute_kl_penalty(
+            old_logprobs, ref_logprobs, sequence_ids, num_sequences, self.config.kl, self.kl_coef
+        )
 
     def measure_kl_penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> dict[str, Metric]:
-        """Measure `ref_kl` of KL in the reward on a micro-batch's tokens [T], for the report and for `update_kl`."""
-        kl = estimate_kl(old_logprobs.detach(), ref_logprobs, self.config.kl.estimator, self.config.kl.linear_above)
+        """Measure `ref_kl` of KL in the reward on a micro-batch's tokens [T], for the report and for
+        `update_kl`.
+        """
+        kl = estimate_kl(
+            old_logprobs.detach(), ref_logprobs, self.config.kl.estimator, self.config.kl.linear_above
+        )
         return {"ref_kl": measure("ref_kl", kl)}
 
     def advantages(
@@ -116,7 +142,9 @@ class Algorithm:
         part_weights: Tensor | None = None,
     ) -> AdvantageResult:
         """Compute advantages [N, G]; see `compute_advantages`."""
-        return compute_advantages(rewards, valid, self.config, lengths=lengths, reward_parts=reward_parts, part_weights=part_weights)
+        return compute_advantages(
+            rewards, valid, self.config, lengths=lengths, reward_parts=reward_parts, part_weights=part_weights
+        )
 
     def correct(
         self,
@@ -142,8 +170,12 @@ class Algorithm:
         )
 
     def token_weights(self, lengths: Tensor, group_ids: Tensor) -> Tensor:
-        """Compute the weight of each token of every sequence of a mini-batch [B]; see `compute_token_weights`."""
-        return compute_token_weights(lengths, group_ids, self.config.aggregation, self.config.aggregation_constant)
+        """Compute the weight of each token of every sequence of a mini-batch [B]; see
+        `compute_token_weights`.
+        """
+        return compute_token_weights(
+            lengths, group_ids, self.config.aggregation, self.config.aggregation_constant
+        )
 
     def token_loss(self, inputs: LossInputs) -> LossOutput:
         """Compute policy loss + KL - entropy bonus per token, unreduced [T], with the metrics of all three.
@@ -167,7 +199,9 @@ class Algorithm:
         return LossOutput(loss, metrics, terms)
 
     def update_kl(self, measured_kl: float) -> None:
-        """Move an adaptive coefficient after a step whose global mean KL per token (metric `ref_kl`) was `measured_kl`."""
+        """Move an adaptive coefficient after a step whose global mean KL per token (metric `ref_kl`) was
+        `measured_kl`.
+        """
         self.kl_coef = update_kl_coef(self.kl_coef, measured_kl, self.config.kl)
 
     def state_dict(self) -> dict[str, float]:
@@ -183,7 +217,9 @@ class Algorithm:
         if self.needs_exact_kl:
             return _required("exact_kl", inputs.exact_kl, "algorithm.kl.estimator is exact")
         reference = _required("ref_logprobs", inputs.ref_logprobs, "algorithm.kl.coef is not 0")
-        return estimate_kl(inputs.actor_logprobs, reference, self.config.kl.estimator, self.config.kl.linear_above)
+        return estimate_kl(
+            inputs.actor_logprobs, reference, self.config.kl.estimator, self.config.kl.linear_above
+        )
 
 
 def measure_policy(inputs: LossInputs) -> dict[str, Metric]:

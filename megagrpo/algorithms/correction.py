@@ -1,14 +1,19 @@
-"""Rollout correction: importance weights, masks and rejections for tokens that the engine sampled from another policy than the actor's.
+"""Rollout correction: importance weights, masks and rejections for tokens that the engine sampled from
+another policy than the actor's.
 
-The engine's numerics differ from the trainer's, and its weights may be older. ratio_t = exp(old_logprobs - rollout_logprobs), the
-actor before the update over the engine. Everything here is known before the first micro-batch of the update and carries no gradient.
+The engine's numerics differ from the trainer's, and its weights may be older. ratio_t = exp(old_logprobs -
+rollout_logprobs), the actor before the update over the engine. Everything here is known before the first
+micro-batch of the update and carries no gradient.
 
-Sources: truncated importance sampling: Ionides (2008), and Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-Training" (2025); band masking: IcePop, in Ring-1T (arXiv 2510.18855); sequence rejection and veto: the rollout correction that verl
-documents.
+Sources: truncated importance sampling: Ionides (2008), and Yao et al., "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL
+Training" (2025); band masking: IcePop, in Ring-1T (arXiv 2510.18855); sequence rejection and veto: the
+rollout correction that verl documents.
 
-Differences from the papers: what is masked leaves numerator, denominator and (whole sequences) the group statistics alike; IcePop keeps
-masked tokens in its denominator. Band and weight are apart: IcePop as published is `importance: token`, `band_low: 0.5`, `band_high: 5`,
+Differences from the papers: what is masked leaves numerator, denominator and (whole sequences) the group
+    statistics alike; IcePop keeps
+masked tokens in its denominator. Band and weight are apart: IcePop as published is `importance: token`,
+`band_low: 0.5`, `band_high: 5`,
 `importance_cap: 5`. Products are formed in log space in float64, so no bound is ever passed by an overflow.
 """
 
@@ -29,7 +34,8 @@ class CorrectionResult:
     """What the correction decided for T tokens of B sequences."""
 
     weights: Tensor  # [T] detached importance weights of the policy loss, in the log-probs' dtype
-    keep: Tensor  # [T] bool; False: the token leaves the loss mask (numerator, denominator, sequence statistics)
+    # [T] bool; False: the token leaves the loss mask (numerator, denominator, sequence statistics)
+    keep: Tensor
     rejected: Tensor  # [B] bool; True: the completion is invalid, for the group statistics too
     diagnostics: Mapping[str, Metric] = field(default_factory=dict)
 
@@ -52,10 +58,13 @@ def compute_correction(
         rollout_logprobs: [T] the engine's, of the same tokens at the same temperature.
         sequence_ids: [T] int64, 0 <= id < num_sequences.
         num_sequences: B.
-        config: what to do; with everything off the weights are 1, nothing is masked, and the diagnostics are still reported.
-        sequence_sum: [T] -> [B] sum over each sequence's tokens; with context parallelism one that all-reduces over its group.
+        config: what to do; with everything off the weights are 1, nothing is masked, and the diagnostics are
+            still reported.
+        sequence_sum: [T] -> [B] sum over each sequence's tokens; with context parallelism one that
+            all-reduces over its group.
         positions: [T] index of the token in its completion, for the diagnostics by position.
-        policy_age: [T] publishes between the token's weight version and the actor's, for the diagnostics by age.
+        policy_age: [T] publishes between the token's weight version and the actor's, for the diagnostics by
+            age.
 
     Raises:
         UserError: log-probs that are NaN, positive or of different lengths.
@@ -92,12 +101,15 @@ def _within(log_ratio: Tensor, low: float, high: float | None) -> Tensor:
     return inside
 
 
-def _reject_sequences(log_ratio: Tensor, sum_sequences: Callable[[Tensor], Tensor], config: CorrectionConfig) -> Tensor:
+def _reject_sequences(
+    log_ratio: Tensor, sum_sequences: Callable[[Tensor], Tensor], config: CorrectionConfig
+) -> Tensor:
     lengths = sum_sequences(torch.ones_like(log_ratio))
     rejected = torch.zeros_like(lengths, dtype=torch.bool)
     if config.reject != "none":
         total = sum_sequences(log_ratio)
-        judged = total / lengths.clamp(min=1) if config.reject == "geometric" else total  # no tokens: a ratio of 1
+        # no tokens: a ratio of 1
+        judged = total / lengths.clamp(min=1) if config.reject == "geometric" else total
         rejected |= ~_within(judged, config.reject_low, config.reject_high)
     if config.veto_below > 0:
         rejected |= sum_sequences((log_ratio < _log(config.veto_below, log_ratio)).double()) > 0
@@ -105,7 +117,11 @@ def _reject_sequences(log_ratio: Tensor, sum_sequences: Callable[[Tensor], Tenso
 
 
 def _compute_weights(
-    log_ratio: Tensor, in_band: Tensor, sum_sequences: Callable[[Tensor], Tensor], sequence_ids: Tensor, config: CorrectionConfig
+    log_ratio: Tensor,
+    in_band: Tensor,
+    sum_sequences: Callable[[Tensor], Tensor],
+    sequence_ids: Tensor,
+    config: CorrectionConfig,
 ) -> Tensor:
     if config.importance == "none":
         return torch.ones_like(log_ratio)

@@ -1,4 +1,6 @@
-"""How far the engine's log-probs are from the actor's: overall, by position in the completion, by age of the policy."""
+"""How far the engine's log-probs are from the actor's: overall, by position in the completion, by age of
+the policy.
+"""
 
 import torch
 from torch import Tensor
@@ -6,13 +8,17 @@ from torch import Tensor
 from megagrpo.algorithms.kl import compute_k3
 from megagrpo.algorithms.metrics import Metric, measure
 
-# Bucket edges: a gap that grows with the position points at caches and rope; one that grows with the age, at staleness.
+# Bucket edges: a gap that grows with the position points at caches and rope; one that grows with the age, at
+# staleness.
 POSITION_EDGES = (0, 64, 256, 1024, 4096, 16384)
 MAX_AGE = 3  # older tokens share one bucket
 
 
 def measure_mismatch(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, positions: Tensor | None = None, policy_age: Tensor | None = None
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    positions: Tensor | None = None,
+    policy_age: Tensor | None = None,
 ) -> dict[str, Metric]:
     """Measure the gap between actor and engine on the same tokens.
 
@@ -23,9 +29,9 @@ def measure_mismatch(
         policy_age: [T] publishes between the token's weight version and the actor's, from 0.
 
     Returns:
-        `rollout_gap` (mean, max, `/position_FROM`, `/age_N`), `rollout_k3` (k3 estimate of KL(rollout || old): the tokens were sampled
-        by the engine), and both mean log-probs, from which `finalize_metrics` derives the perplexities. Every rank reports the same
-        names, with count 0 where it has no such token.
+        `rollout_gap` (mean, max, `/position_FROM`, `/age_N`), `rollout_k3` (k3 estimate of KL(rollout ||
+        old): the tokens were sampled by the engine), and both mean log-probs, from which `finalize_metrics`
+        derives the perplexities. Every rank reports the same names, with count 0 where it has no such token.
     """
     old, rollout = old_logprobs.detach().double(), rollout_logprobs.detach().double()
     gap = (old - rollout).abs()

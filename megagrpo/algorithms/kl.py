@@ -1,13 +1,17 @@
-"""KL estimators from the log-probs of sampled tokens, their use in loss and reward, and the adaptive coefficient.
+"""KL estimators from the log-probs of sampled tokens, their use in loss and reward, and the adaptive
+coefficient.
 
-Source: Schulman, "Approximating KL divergence" (2020) for k1, k2 and k3; k3 in the loss: DeepSeekMath (arXiv 2402.03300, Eq. 4); adaptive
+Source: Schulman, "Approximating KL divergence" (2020) for k1, k2 and k3; k3 in the loss: DeepSeekMath (arXiv
+    2402.03300, Eq. 4); adaptive
 coefficient: Ziegler et al. (arXiv 1909.08593).
 
-Differences from the papers: near u = 0 k3 uses its Taylor series (exp(u) - u - 1 cancels there in float32) and above `linear_above`
+Differences from the papers: near u = 0 k3 uses its Taylor series (exp(u) - u - 1 cancels there in float32)
+    and above `linear_above`
 it goes on along its tangent: it neither overflows nor loses its gradient where the penalty is needed most.
 
-As a loss, the gradient of k1 has expectation 0 (it only adds noise); k2's is that of KL(actor || reference), k3's that of
-KL(reference || actor), each on policy. `exact` is KL(actor || reference) over the full vocabulary, computed by `ops`.
+As a loss, the gradient of k1 has expectation 0 (it only adds noise); k2's is that of KL(actor || reference),
+k3's that of KL(reference || actor), each on policy. `exact` is KL(actor || reference) over the full
+vocabulary, computed by `ops`.
 """
 
 import torch
@@ -15,7 +19,8 @@ from torch import Tensor
 
 from megagrpo.config.algorithm import KLConfig
 
-# The series' first left-out term is u^5 / 120: relative to u^2 / 2 it is below 2e-8 here, less than float32 rounding.
+# The series' first left-out term is u^5 / 120: relative to u^2 / 2 it is below 2e-8 here, less than float32
+# rounding.
 _SERIES_BELOW = 1e-2
 
 
@@ -53,9 +58,15 @@ def compute_k3(u: Tensor, linear_above: float = 10.0) -> Tensor:
 
 
 def compute_kl_penalty(
-    logprobs: Tensor, ref_logprobs: Tensor, sequence_ids: Tensor, num_sequences: int, config: KLConfig, coef: float
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    sequence_ids: Tensor,
+    num_sequences: int,
+    config: KLConfig,
+    coef: float,
 ) -> Tensor:
-    """Return what KL takes from each completion's reward: coef * sum over its tokens of the estimate [num_sequences] float64.
+    """Return what KL takes from each completion's reward: coef * sum over its tokens of the estimate
+    [num_sequences] float64.
 
     Source: InstructGPT (arXiv 2203.02155, Eq. 2), with the log-ratio generalised to the configured estimator.
 
@@ -74,7 +85,8 @@ def compute_kl_penalty(
 def update_kl_coef(coef: float, measured_kl: float, config: KLConfig) -> float:
     """Move an adaptive coefficient towards its target; a fixed one is returned as it is.
 
-    coef * (1 + gain * e), e = clip(measured / target - 1, -0.2, 0.2). `measured_kl` is the step's global mean per token.
+    coef * (1 + gain * e), e = clip(measured / target - 1, -0.2, 0.2). `measured_kl` is the step's global mean
+    per token.
     """
     if config.adaptive_target is None:
         return coef

@@ -1,4 +1,6 @@
-"""Registered parts by name, or by the place of a user's code: `FILE.py:function`, `package.module:function`."""
+"""Registered parts by name, or by the place of a user's code: `FILE.py:function`,
+`package.module:function`.
+"""
 
 from typing import Any, Protocol, TypeVar
 
@@ -18,10 +20,12 @@ Entry = TypeVar("Entry", bound=HasFunction)
 
 
 def find_entry(registry: Registry[Entry], name: str) -> Entry:
-    """Return the entry called `name`; a callable's place is imported first, and its decorated function looked up.
+    """Return the entry called `name`; a callable's place is imported first, and its decorated function looked
+    up.
 
     Raises:
-        UserError: an unknown name (the nearest is named), code that cannot be imported, or a function that it does not register.
+        UserError: an unknown name (the nearest is named), code that cannot be imported, or a function that it
+            does not register.
     """
     if name in registry.names() or not is_callable_spec(name):
         return registry.get(name)
@@ -29,4 +33,7 @@ def find_entry(registry: Registry[Entry], name: str) -> Entry:
     for known in registry.names():
         if registry.get(known).function is function:
             return registry.get(known)
-    raise UserError(f"{name}: the function is not registered as a {registry.kind}; decorate it (examples/custom_algorithm.py)")
+    raise UserError(
+        f"{name}: the function is not registered as a {registry.kind}; decorate it "
+        "(examples/custom_algorithm.py)"
+    )

@@ -1,8 +1,9 @@
 """Metrics whose reduction is declared once: sums and counts travel, means are formed at the very end.
 
-A mean of micro-batch means depends on how the batch was split. So every micro-batch returns `Metric`s (a sum and a count, or an
-extremum), they are merged over micro-batches and ranks, and only `finalize_metrics` divides. A name may carry a suffix after a slash
-(`rollout_gap/age_1`): its specification is that of the part before.
+A mean of micro-batch means depends on how the batch was split. So every micro-batch returns `Metric`s (a sum
+and a count, or an extremum), they are merged over micro-batches and ranks, and only `finalize_metrics`
+divides. A name may carry a suffix after a slash (`rollout_gap/age_1`): its specification is that of the part
+before.
 """
 
 import math
@@ -29,7 +30,8 @@ class Metric:
     """One partly reduced metric; all values are detached float64 scalars."""
 
     reduction: Reduction
-    value: Tensor  # [] sum of the values for `mean` and `sum`, else the extremum (-inf / inf where there was no value)
+    # [] sum of the values for `mean` and `sum`, else the extremum (-inf / inf where there was no value)
+    value: Tensor
     count: Tensor  # [] number of values
 
     def merge(self, other: "Metric") -> "Metric":
@@ -113,16 +115,24 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 def finalize_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Return the numbers that are logged: results of all metrics, and those derived from several of them.
 
-    Derived: `clip_fraction` (low + high + dual), `rollout_perplexity` and `old_perplexity` (exp of the negative mean log-prob), and
-    `effective_sample_fraction` = (sum w)^2 / (n sum w^2) of the correction's weights. Metrics without a value are left out.
+    Derived: `clip_fraction` (low + high + dual), `rollout_perplexity` and `old_perplexity` (exp of the
+        negative mean log-prob), and
+    `effective_sample_fraction` = (sum w)^2 / (n sum w^2) of the correction's weights. Metrics without a value
+    are left out.
     """
     results = {name: result for name, metric in metrics.items() if (result := metric.result()) is not None}
-    clips = [results[name] for name in ("clip_fraction_low", "clip_fraction_high", "clip_fraction_dual") if name in results]
+    clips = [
+        results[name]
+        for name in ("clip_fraction_low", "clip_fraction_high", "clip_fraction_dual")
+        if name in results
+    ]
     if clips:
         results["clip_fraction"] = sum(clips)
     for name in ("rollout", "old"):
         if f"{name}_logprob" in results:
             results[f"{name}_perplexity"] = math.exp(min(-results[f"{name}_logprob"], 700.0))
     if results.get("correction_weight_squared", 0.0) > 0:
-        results["effective_sample_fraction"] = results["correction_weight"] ** 2 / results["correction_weight_squared"]
+        results["effective_sample_fraction"] = (
+            results["correction_weight"] ** 2 / results["correction_weight_squared"]
+        )
     return results

@@ -2,8 +2,10 @@
 
 Source: DAPO (arXiv 2503.14476), Eq. 13 (soft overlong punishment) and Section 3.4 (overlong filtering).
 
-Differences from the paper: the deduction is scaled by `penalty` (the paper's is 1), and a completion that was cut (by the limit or by the
-context) gets all of it. Masking makes the completion invalid, so it leaves the group's statistics as well as the loss.
+Differences from the paper: the deduction is scaled by `penalty` (the paper's is 1), and a completion that was
+    cut (by the limit or by the
+context) gets all of it. Masking makes the completion invalid, so it leaves the group's statistics as well as
+the loss.
 """
 
 import torch
@@ -12,8 +14,11 @@ from torch import Tensor
 from megagrpo.errors import UserError
 
 
-def compute_overlong_penalty(lengths: Tensor, finish_by_length: Tensor, max_new_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
-    """Compute what is added to each reward: 0 up to max_new_tokens - buffer_tokens, then linear down to -penalty at max_new_tokens.
+def compute_overlong_penalty(
+    lengths: Tensor, finish_by_length: Tensor, max_new_tokens: int, buffer_tokens: int, penalty: float
+) -> Tensor:
+    """Compute what is added to each reward: 0 up to max_new_tokens - buffer_tokens, then linear down to
+    -penalty at max_new_tokens.
 
     Args:
         lengths: [...] tokens per completion.
@@ -29,7 +34,10 @@ def compute_overlong_penalty(lengths: Tensor, finish_by_length: Tensor, max_new_
         UserError: a buffer of 0, or longer than the limit.
     """
     if not 1 <= buffer_tokens <= max_new_tokens:
-        raise UserError(f"algorithm.overlong.buffer_tokens: {buffer_tokens}; must be 1 to rollout.max_new_tokens = {max_new_tokens}")
+        raise UserError(
+            f"algorithm.overlong.buffer_tokens: {buffer_tokens}; must be 1 to "
+            f"rollout.max_new_tokens = {max_new_tokens}"
+        )
     excess = lengths.to(torch.float64) - (max_new_tokens - buffer_tokens)
     share = torch.where(finish_by_length, 1.0, (excess / buffer_tokens).clamp(0, 1))
     return -penalty * share

@@ -1,20 +1,26 @@
-"""Named sets of defaults for the `algorithm:` section. No torch here: presets are applied while the configuration is read.
+"""Named sets of defaults for the `algorithm:` section. No torch here: presets are applied while the
+configuration is read.
 
-A preset fills what the user leaves out and overrides nothing; `--dry-run` shows the resolved values. Sources and differences:
+A preset fills what the user leaves out and overrides nothing; `--dry-run` shows the resolved values. Sources
+and differences:
 
-- `grpo` DeepSeekMath (arXiv 2402.03300): group-standardised advantages, clip 0.2, mean per completion, k3 loss with coefficient 0.04.
-- `dapo` DAPO (arXiv 2503.14476): clip 0.2 / 0.28, all tokens of a group alike, dynamic sampling, soft overlong punishment, no KL. The paper
-  expects 16384 tokens and adds a buffer of 4096, so its limit (our `rollout.max_new_tokens`) is 20480 and the buffer a fifth of it;
-  where the user gives no buffer it is `rollout.max_new_tokens // 5`. Its filter of cut completions (`overlong.mask`) stays off, since
-  the paper's final recipe shapes the reward instead.
-- `dr_grpo` Dr. GRPO (arXiv 2503.20783): no division by the standard deviation, constant denominator (`rollout.max_new_tokens`), no KL.
-- `rloo` Back to Basics (arXiv 2402.14740): leave-one-out baseline, plain policy gradient of whole completions, k1 KL in the reward. The
-  paper tunes the coefficient per task; 0.01 is ours.
+- `grpo` DeepSeekMath (arXiv 2402.03300): group-standardised advantages, clip 0.2, mean per completion, k3
+  loss with coefficient 0.04.
+- `dapo` DAPO (arXiv 2503.14476): clip 0.2 / 0.28, all tokens of a group alike, dynamic sampling, soft
+  overlong punishment, no KL. The paper expects 16384 tokens and adds a buffer of 4096, so its limit (our
+  `rollout.max_new_tokens`) is 20480 and the buffer a fifth of it; where the user gives no buffer it is
+  `rollout.max_new_tokens // 5`. Its filter of cut completions (`overlong.mask`) stays off, since the paper's
+  final recipe shapes the reward instead.
+- `dr_grpo` Dr. GRPO (arXiv 2503.20783): no division by the standard deviation, constant denominator
+  (`rollout.max_new_tokens`), no KL.
+- `rloo` Back to Basics (arXiv 2402.14740): leave-one-out baseline, plain policy gradient of whole
+  completions, k1 KL in the reward. The paper tunes the coefficient per task; 0.01 is ours.
 - `gspo` GSPO (arXiv 2507.18071, Section 5.1): sequence ratio clipped at 3e-4 / 4e-4, no KL.
-- `cispo` MiniMax-M1 (arXiv 2506.13585, Section 3.1): detached weight without a lower bound, all tokens of a group alike, no KL. The
-  paper does not publish its upper bound; 5 (clip_high 4) is one of those that ScaleRL (arXiv 2510.13786) tries.
-- `reinforce_pp` REINFORCE++ (arXiv 2501.03262): batch-standardised advantages, clip 0.2, all tokens alike, k1 KL in the reward. The
-  coefficient 0.01 is ours.
+- `cispo` MiniMax-M1 (arXiv 2506.13585, Section 3.1): detached weight without a lower bound, all tokens of a
+  group alike, no KL. The paper does not publish its upper bound; 5 (clip_high 4) is one of those that ScaleRL
+  (arXiv 2510.13786) tries.
+- `reinforce_pp` REINFORCE++ (arXiv 2501.03262): batch-standardised advantages, clip 0.2, all tokens alike, k1
+  KL in the reward. The coefficient 0.01 is ours.
 """
 
 from collections.abc import Mapping
@@ -87,7 +93,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def apply_preset(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill a raw configuration (nested plain dicts, all sections) with the defaults of the preset that it names.
+    """Fill a raw configuration (nested plain dicts, all sections) with the defaults of the preset that it
+    names.
 
     Args:
         raw: the merged user configuration before validation; left untouched.
@@ -104,7 +111,10 @@ def apply_preset(raw: Mapping[str, Any]) -> dict[str, Any]:
         return dict(raw)
     if name not in PRESETS:
         known = ", ".join(sorted(PRESETS))
-        raise UserError(f"algorithm.preset: {name!r} is not a preset{suggestion(str(name), sorted(PRESETS))}; known: {known}")
+        raise UserError(
+            f"algorithm.preset: {name!r} is not a "
+            f"preset{suggestion(str(name), sorted(PRESETS))}; known: {known}"
+        )
     return _fill(raw, {"algorithm": _with_derived_values(name, raw)})
 
 

@@ -11,7 +11,9 @@ T = TypeVar("T")
 
 
 class SaveError(Exception):
-    """A checkpoint could not be written: a full or read-only disk, a failed rank. The run can go on; older checkpoints are untouched."""
+    """A checkpoint could not be written: a full or read-only disk, a failed rank. The run can go on; older
+    checkpoints are untouched.
+    """
 
 
 def on_first_rank(action: Callable[[], T]) -> T:

@@ -1,4 +1,6 @@
-"""State of single ranks that a checkpoint carries: random generators here, whatever else must survive registers itself."""
+"""State of single ranks that a checkpoint carries: random generators here, whatever else must survive
+registers itself.
+"""
 
 import pickle
 import random
@@ -18,13 +20,16 @@ class Carried(Protocol):
         """Return this rank's part at the end of a step."""
 
     def load_state(self, parts: list[bytes]) -> None:
-        """Take in the parts of all ranks of the run that saved, in rank order; this run may have another number of ranks."""
+        """Take in the parts of all ranks of the run that saved, in rank order; this run may have another
+        number of ranks.
+        """
 
 
 class RandomStates:
     """The process-wide generators of a rank.
 
-    Nothing of a run draws from them: prompt order and sampling are functions of counters. They are kept for code of the user's that does.
+    Nothing of a run draws from them: prompt order and sampling are functions of counters. They are kept for
+        code of the user's that does.
     On another number of ranks, rank r goes on with part r modulo the old number.
     """
 
@@ -33,7 +38,11 @@ class RandomStates:
 
     def state(self) -> bytes:
         """Return the state of Python's, NumPy's and torch's generators."""
-        states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+        states: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
         if torch.cuda.is_available():
             states["cuda"] = torch.cuda.get_rng_state()
         return pickle.dumps(states)
@@ -54,7 +63,9 @@ def pack(carried: dict[str, Carried], rank: int) -> dict[str, bytes]:
 
 
 def unpack(folder: Path, carried: dict[str, Carried]) -> None:
-    """Hand the parts of a checkpoint out. What the checkpoint does not have (it was saved without) keeps its start."""
+    """Hand the parts of a checkpoint out. What the checkpoint does not have (it was saved without) keeps
+    its start.
+    """
     for name, each in carried.items():
         parts = [path.read_bytes() for path in sorted((folder / FOLDER).glob(f"{name}.*"))]
         if parts:

@@ -8,13 +8,15 @@ from typing import Any
 
 from megagrpo.checkpoint.manifest import FileRecord
 
-FileContents = bytes | Sequence[bytes | memoryview]  # of a file: as a whole, or in parts that follow one another
+# of a file: as a whole, or in parts that follow one another
+FileContents = bytes | Sequence[bytes | memoryview]
 
 
 class ChecksummedFile:
     """A new file, written from start to end; forced to disk when the context ends.
 
-    Not buffered: what is large comes in large pieces, for which neither the write nor the checksum holds Python's lock.
+    Not buffered: what is large comes in large pieces, for which neither the write nor the checksum holds
+        Python's lock.
     """
 
     def __init__(self, folder: Path, name: str):

@@ -1,4 +1,6 @@
-"""Makes a checkpoint of what all ranks have written: metadata, manifest, rename, retention. On the first rank, in a thread."""
+"""Makes a checkpoint of what all ranks have written: metadata, manifest, rename, retention. On the first
+rank, in a thread.
+"""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -18,8 +20,10 @@ class Contents:
     manifest: Manifest  # without files
     texts: Mapping[str, str]  # written by the first rank
     own_files: Mapping[str, bytes]  # of this rank
-    collect: Callable[[], Mapping[str, FileContents]] = dict  # returns further files of this rank; on all ranks, while training waits
-    copy_files: Callable[[Path], None] = lambda _: None  # puts further files into the folder; on the first rank, in the background
+    # returns further files of this rank; on all ranks, while training waits
+    collect: Callable[[], Mapping[str, FileContents]] = dict
+    # puts further files into the folder; on the first rank, in the background
+    copy_files: Callable[[Path], None] = lambda _: None
 
 
 class Commit:
@@ -42,7 +46,9 @@ class Commit:
         return not self._thread.is_alive()
 
     def outcome(self) -> tuple[int, list[str]]:
-        """Wait; return the bytes of all files, and the names of the checkpoints that were retired; or raise what was met."""
+        """Wait; return the bytes of all files, and the names of the checkpoints that were retired; or
+        raise what was met.
+        """
         self._thread.join()
         if isinstance(self._outcome, Exception):
             raise self._outcome

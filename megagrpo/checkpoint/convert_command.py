@@ -1,4 +1,6 @@
-"""The command line of both conversions, shared by `tools/convert_*.py` and `megagrpo convert`. Imports no torch by itself."""
+"""The command line of both conversions, shared by `tools/convert_*.py` and `megagrpo convert`. Imports no
+torch by itself.
+"""
 
 import argparse
 import os
@@ -18,11 +20,15 @@ def convert(direction: Direction, source: str, target: str, tp: int = 1, pp: int
     set_thread_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     from megagrpo.checkpoint.hf import convert_hf_to_megatron, convert_megatron_to_hf
 
-    (convert_hf_to_megatron if direction == "hf-to-megatron" else convert_megatron_to_hf)(source, target, tp, pp)
+    (convert_hf_to_megatron if direction == "hf-to-megatron" else convert_megatron_to_hf)(
+        source, target, tp, pp
+    )
 
 
 def main(direction: Direction, description: str, arguments: Sequence[str] | None = None) -> int:
-    """Parse SOURCE TARGET [--tp N] [--pp N], convert, and return the exit code: 2 with one line for a mistake."""
+    """Parse SOURCE TARGET [--tp N] [--pp N], convert, and return the exit code: 2 with one line for a
+    mistake.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("source")
     parser.add_argument("target", help="a folder that does not exist yet")

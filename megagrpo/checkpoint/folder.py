@@ -1,4 +1,5 @@
-"""The names in `checkpoints/`, and which checkpoints stay. Pure: the file system and arithmetic only; rank 0 changes things.
+"""The names in `checkpoints/`, and which checkpoints stay. Pure: the file system and arithmetic only; rank 0
+changes things.
 
 step_000010/           complete: it has a manifest, and its name appeared by a rename
 step_000010.partial/   being written, or left by a run that was killed; removed by the next save
@@ -52,7 +53,9 @@ def list_named(folder: Path) -> list[Path]:
     """Return all folders with a complete checkpoint's name, oldest first, with a manifest or not."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()), key=step_of)
+    return sorted(
+        (path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()), key=step_of
+    )
 
 
 def list_complete(folder: Path) -> list[Path]:
@@ -67,7 +70,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_retired(folder: Path) -> None:
-    """Remove what `retire` has renamed, now or before the process was killed; what cannot be removed is tried again the next time."""
+    """Remove what `retire` has renamed, now or before the process was killed; what cannot be removed is
+    tried again the next time.
+    """
     for retired in folder.glob("*.old"):
         shutil.rmtree(retired, ignore_errors=True)
 
@@ -98,7 +103,9 @@ def point_latest(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is neither read nor counted again; what it holds stays for a look at it."""
+    """Rename a damaged checkpoint, so that it is neither read nor counted again; what it holds stays for a
+    look at it.
+    """
     target = path.with_name(path.name + ".bad")
     shutil.rmtree(target, ignore_errors=True)
     path.rename(target)
@@ -106,7 +113,9 @@ def set_aside(path: Path) -> Path:
 
 
 def retire(path: Path) -> Path:
-    """Rename a checkpoint that goes, at once and atomically; it is no checkpoint any more, and its removal may take its time."""
+    """Rename a checkpoint that goes, at once and atomically; it is no checkpoint any more, and its removal
+    may take its time.
+    """
     target = path.with_name(path.name + ".old")
     shutil.rmtree(target, ignore_errors=True)
     path.rename(target)
@@ -127,7 +136,9 @@ def removable(steps: Sequence[int], scores: Mapping[int, float], retention: Rete
         stays |= {step for step in ordered if step % retention.keep_every == 0}
     if retention.keep_best:
         sign = -1.0 if retention.best_mode == "max" else 1.0
-        ranked = sorted((step for step in ordered if step in scores), key=lambda step: (sign * scores[step], -step))
+        ranked = sorted(
+            (step for step in ordered if step in scores), key=lambda step: (sign * scores[step], -step)
+        )
         stays |= set(ranked[: retention.keep_best])
     return [step for step in ordered if step not in stays]
 

@@ -16,8 +16,8 @@ _BF16 = ("bfloat16", "torch.bfloat16")
 def convert_hf_to_megatron(source: str | Path, target: str | Path, tp: int = 1, pp: int = 1) -> None:
     """Write the HF folder `source` as a Megatron checkpoint that can be read in any layout.
 
-    bfloat16 weights stay bfloat16, all others are written as float32. Under torchrun the ranks share the work and the memory (tp, pp);
-    a single process needs no launcher.
+    bfloat16 weights stay bfloat16, all others are written as float32. Under torchrun the ranks share the work
+    and the memory (tp, pp); a single process needs no launcher.
 
     Raises:
         UserError: an HF folder that cannot be read, or a target that exists.
@@ -36,7 +36,8 @@ def convert_hf_to_megatron(source: str | Path, target: str | Path, tp: int = 1, 
 
 
 def convert_megatron_to_hf(source: str | Path, target: str | Path, tp: int = 1, pp: int = 1) -> None:
-    """Write a Megatron checkpoint (a converted one, or one of a run) as an HF folder that `AutoModelForCausalLM` loads.
+    """Write a Megatron checkpoint (a converted one, or one of a run) as an HF folder that
+    `AutoModelForCausalLM` loads.
 
     Raises:
         UserError: no such checkpoint, a damaged one, or a target that exists.

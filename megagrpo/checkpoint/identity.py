@@ -1,4 +1,6 @@
-"""What a checkpoint says about the model, the tokenizer and the reference weights, and how it is compared with a run's own."""
+"""What a checkpoint says about the model, the tokenizer and the reference weights, and how it is compared
+with a run's own.
+"""
 
 import hashlib
 import json
@@ -11,7 +13,9 @@ from megagrpo.models.family import HFConfig
 from megagrpo.parallel.groups import all_gather_metadata
 
 # Fields of config.json that say nothing about the weights or the maths.
-_VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"})
+_VOLATILE = frozenset(
+    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"}
+)
 _WEIGHT_PATTERNS = ("*.safetensors", "*.distcp", ".metadata")
 
 
@@ -21,7 +25,9 @@ def describe_model(hf: HFConfig) -> dict[str, Any]:
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """Return the size and a digest of the vocabulary, and the special tokens: what decides which text a token id is."""
+    """Return the size and a digest of the vocabulary, and the special tokens: what decides which text a
+    token id is.
+    """
     vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     digest = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
     special = {"pad": tokenizer.pad_token_id, "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
@@ -29,11 +35,15 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 
 def describe_weights(folder: str | Path) -> dict[str, Any]:
-    """Return the source and the checksums of a model folder's weights. Collective over all ranks, which share the files out."""
+    """Return the source and the checksums of a model folder's weights. Collective over all ranks, which
+    share the files out.
+    """
     root = Path(folder)
     names = sorted(str(path.relative_to(root)) for pattern in _WEIGHT_PATTERNS for path in root.glob(pattern))
     mine = [record_file(root, name) for name in share_out(names)]
-    records = sorted((record for part in all_gather_metadata(mine) for record in part), key=lambda record: record.name)
+    records = sorted(
+        (record for part in all_gather_metadata(mine) for record in part), key=lambda record: record.name
+    )
     return {"source": str(folder), "files": [[record.name, record.size, record.crc32] for record in records]}
 
 
@@ -42,7 +52,8 @@ def compare(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> list
     json_own = json.loads(json.dumps(own))  # as the checkpoint's went through JSON
     missing = "(not set)"
     return [
-        f"{what} {name}: the checkpoint has {saved.get(name, missing)}, this run {json_own.get(name, missing)}"
+        f"{what} {name}: the checkpoint has {saved.get(name, missing)}, this run "
+        f"{json_own.get(name, missing)}"
         for name in sorted(saved.keys() | json_own.keys())
         if saved.get(name, missing) != json_own.get(name, missing)
     ]

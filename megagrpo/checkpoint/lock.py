@@ -1,4 +1,6 @@
-"""One live run per run folder: a lock that the operating system takes back when its holder dies, however it dies."""
+"""One live run per run folder: a lock that the operating system takes back when its holder dies, however
+it dies.
+"""
 
 import fcntl
 import json
@@ -24,8 +26,8 @@ class RunLock:
     def acquire(self) -> None:
         """Take the lock on this process.
 
-        A holder that has died holds nothing, whatever the file says. Where the file system has no locks, the file names the holder, and
-        one whose process is gone from this host is taken over.
+        A holder that has died holds nothing, whatever the file says. Where the file system has no locks, the
+        file names the holder, and one whose process is gone from this host is taken over.
 
         Raises:
             UserError: a live run holds it; names both.
@@ -54,7 +56,11 @@ class RunLock:
 
     def _refusal(self, holder: dict[str, Any] | None) -> str:
         own = _self_description()
-        who = f"process {holder['pid']} on {holder['host']} since {holder['started']}" if holder else "another process"
+        who = (
+            f"process {holder['pid']} on {holder['host']} since {holder['started']}"
+            if holder
+            else "another process"
+        )
         return (
             f"run.dir: {self.path.parent}: in use by a live run ({who}); "
             f"this is process {own['pid']} on {own['host']}. Choose another run.dir, or end that run first"
@@ -74,11 +80,18 @@ def hold_run_folder(run_dir: Path) -> RunLock:
 
 def _self_description() -> dict[str, Any]:
     started = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": started, "process_start": _process_start(os.getpid())}
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": started,
+        "process_start": _process_start(os.getpid()),
+    }
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
-    """Say whether the holder ran on this host and is no longer there; a process number may have been given out again."""
+    """Say whether the holder ran on this host and is no longer there; a process number may have been given
+    out again.
+    """
     return holder["host"] == socket.gethostname() and _process_start(holder["pid"]) != holder["process_start"]
 
 
@@ -95,7 +108,11 @@ def _read(descriptor: int) -> dict[str, Any] | None:
         holder = json.loads(os.pread(descriptor, 4096, 0) or b"null")
     except ValueError:
         return None  # cut off while it was written
-    return holder if isinstance(holder, dict) and holder.keys() >= {"pid", "host", "started", "process_start"} else None
+    return (
+        holder
+        if isinstance(holder, dict) and holder.keys() >= {"pid", "host", "started", "process_start"}
+        else None
+    )
 
 
 def _write(descriptor: int, description: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Saves, finds, verifies and retires the checkpoints of one run folder. Every method that writes or verifies is collective.
+"""Saves, finds, verifies and retires the checkpoints of one run folder. Every method that writes or verifies
+is collective.
 
 checkpoints/step_000010/
     __0_0.distcp ... .metadata    model and optimizer shards (Megatron-core dist_checkpointing, torch_dist)
@@ -64,14 +65,22 @@ class _Pending:
 class CheckpointManager:
     """The checkpoints of a run folder."""
 
-    def __init__(self, folder: Path, collector: ShardCollector, retention: names.Retention, asynchronous: bool = True):
-        self.folder, self.collector, self.retention, self.asynchronous = folder, collector, retention, asynchronous
+    def __init__(
+        self, folder: Path, collector: ShardCollector, retention: names.Retention, asynchronous: bool = True
+    ):
+        self.folder, self.collector, self.retention, self.asynchronous = (
+            folder,
+            collector,
+            retention,
+            asynchronous,
+        )
         self._planner = ShardPlanner()
         self._pending: _Pending | None = None
         self._removal: threading.Thread | None = None  # of retired checkpoints, on the first rank
 
     def warm_up(self) -> None:
-        """Make the host buffers and the plan of a save now, so that the first one costs training no more than the others.
+        """Make the host buffers and the plan of a save now, so that the first one costs training no more than
+        the others.
 
         Collective over all ranks.
         """
@@ -83,7 +92,8 @@ class CheckpointManager:
         return self._pending is not None
 
     def save(self, contents: Contents) -> Saved | None:
-        """Start a save; in the background it returns None, otherwise what was saved. An earlier save must be finished.
+        """Start a save; in the background it returns None, otherwise what was saved. An earlier save must be
+        finished.
 
         Collective over all ranks.
 
@@ -110,7 +120,8 @@ class CheckpointManager:
         return None if self.asynchronous else self.finish()
 
     def poll(self) -> Saved | None:
-        """Bring the save that is being written further, where no rank is at work on it; return it once it is complete.
+        """Bring the save that is being written further, where no rank is at work on it; return it once it is
+        complete.
 
         Collective over all ranks.
 
@@ -122,7 +133,9 @@ class CheckpointManager:
         return self._advance()
 
     def finish(self) -> Saved | None:
-        """Wait for the save that is being written; without one, return None. Collective over all ranks. Raises as `poll` does."""
+        """Wait for the save that is being written; without one, return None. Collective over all ranks.
+        Raises as `poll` does.
+        """
         saved = None
         while self._pending is not None:
             started = time.perf_counter()
@@ -132,7 +145,9 @@ class CheckpointManager:
         return saved
 
     def _advance(self) -> Saved | None:
-        """Begin to commit the save once all ranks have written, or end it once that is done; waits for what is under way."""
+        """Begin to commit the save once all ranks have written, or end it once that is done; waits for
+        what is under way.
+        """
         assert self._pending is not None
         started, pending, partial = time.perf_counter(), self._pending, self._pending.writer.folder
         try:
@@ -151,7 +166,8 @@ class CheckpointManager:
             raise
         self._pending = None
         if dist.get_rank() == 0:
-            # In a thread: a large file takes seconds to remove. What is left of it when the process ends, the next one removes.
+            # In a thread: a large file takes seconds to remove. What is left of it when the process ends, the
+            # next one removes.
             self._removal = threading.Thread(target=self._remove_retired, args=(self._removal,), daemon=True)
             self._removal.start()
         stall = pending.stall_seconds + time.perf_counter() - started
@@ -159,11 +175,14 @@ class CheckpointManager:
         return Saved(path, num_bytes, stall, pending.write_seconds, removed)
 
     def candidates(self) -> list[Path]:
-        """Return all folders that have a checkpoint's name, newest first, as the first rank sees them. Collective over all ranks."""
+        """Return all folders that have a checkpoint's name, newest first, as the first rank sees them.
+        Collective over all ranks.
+        """
         return on_first_rank(lambda: names.list_named(self.folder)[::-1])
 
     def examine(self, path: Path) -> tuple[Manifest | None, list[str]]:
-        """Read a checkpoint's manifest and check every file against it. Collective over all ranks, which share the files out.
+        """Read a checkpoint's manifest and check every file against it. Collective over all ranks, which
+        share the files out.
 
         Returns:
             The manifest (None where it cannot be read), and everything that is wrong.
@@ -198,7 +217,10 @@ class CheckpointManager:
             self.await_removal()
         free = shutil.disk_usage(self.folder).free
         if free < needed * FREE_MARGIN:
-            raise OSError(f"{self.folder}: the checkpoint needs {needed * FREE_MARGIN / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free")
+            raise OSError(
+                f"{self.folder}: the checkpoint needs {needed * FREE_MARGIN / 2**20:.0f} MiB, "
+                f"{free / 2**20:.0f} MiB are free"
+            )
         partial.mkdir()
 
     def _discard(self, partial: Path) -> None:

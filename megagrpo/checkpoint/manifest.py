@@ -1,4 +1,6 @@
-"""`manifest.json`: what a checkpoint consists of, written last. A folder without it is no checkpoint. Pure: files and JSON only."""
+"""`manifest.json`: what a checkpoint consists of, written last. A folder without it is no checkpoint.
+Pure: files and JSON only.
+"""
 
 import json
 import os
@@ -37,7 +39,8 @@ class Manifest:
     layout: Mapping[str, Any]  # of the run that wrote it
     versions: Mapping[str, str]  # of the packages
     files: Sequence[FileRecord]
-    reference: Mapping[str, Any] | None = None  # source and checksums of the frozen weights, where the run has some
+    # source and checksums of the frozen weights, where the run has some
+    reference: Mapping[str, Any] | None = None
     score: float | None = None  # checkpoint.best_metric at this very step, where it was evaluated
     format_version: int = FORMAT_VERSION
 

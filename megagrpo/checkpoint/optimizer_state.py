@@ -1,9 +1,10 @@
 """The optimizer state of whole parameters, each on the one rank that writes it.
 
-Megatron's `fully_reshardable` save gathers the state of ALL parameters on every data parallel rank, in new buffers of several times
-the rank's shard. Here a parameter's pieces go from the ranks that hold them straight to the rank that writes it, a few parameters at a
-time; where one rank holds a parameter's state alone, nothing is copied at all. Its load reads the state of all parameters on every rank;
-here a rank reads the parameters of which it holds a piece, in place where it holds all of one.
+Megatron's `fully_reshardable` save gathers the state of ALL parameters on every data parallel rank, in new
+buffers of several times the rank's shard. Here a parameter's pieces go from the ranks that hold them straight
+to the rank that writes it, a few parameters at a time; where one rank holds a parameter's state alone,
+nothing is copied at all. Its load reads the state of all parameters on every rank; here a rank reads the
+parameters of which it holds a piece, in place where it holds all of one.
 """
 
 import contextlib
@@ -68,7 +69,9 @@ class OwnedOptimizerState:
         for number, buffer in enumerate(self.optimizer.buffers):
             for parameter, (start, stop, bucket_id) in buffer.param_index_map.items():
                 bucket = buffer.buckets[bucket_id]
-                found.append((parameter, start, stop, bucket.offset, bucket.grad_data.numel(), bucket_id, number))
+                found.append(
+                    (parameter, start, stop, bucket.offset, bucket.grad_data.numel(), bucket_id, number)
+                )
         owners = assign_owners([stop - start for _, start, stop, *_ in found], self.group.size())
         return [OwnedParameter(*fields, owner) for fields, owner in zip(found, owners, strict=True)]
 
@@ -78,14 +81,17 @@ class OwnedOptimizerState:
 
     @contextlib.contextmanager
     def in_place_of_gather(self, staging: Staging) -> Iterator[None]:
-        """Make `optimizer.sharded_state_dict` take the state from here. Collective over the optimizer's data parallel group."""
+        """Make `optimizer.sharded_state_dict` take the state from here. Collective over the optimizer's
+        data parallel group.
+        """
         with self._providing(lambda: self._collect(staging)):
             yield
 
     @contextlib.contextmanager
     def in_place_of_zeros(self) -> Iterator[None]:
-        """Make `optimizer.sharded_state_dict` of a load read into the optimizer's own tensors, or into whole parameters of which it
-        holds a piece; those of which it holds none become placeholders, see `drop_unneeded`.
+        """Make `optimizer.sharded_state_dict` of a load read into the optimizer's own tensors, or into whole
+        parameters of which it holds a piece; those of which it holds none become placeholders, see
+        `drop_unneeded`.
         """
         with self._providing(lambda: self._by_buffer(self._target)):
             yield
@@ -99,7 +105,9 @@ class OwnedOptimizerState:
             del self.optimizer.get_parameter_state_dp_zero
 
     def drop_unneeded(self, sharded: dict[str, Any]) -> None:
-        """Take the parameters of which this rank holds nothing out of a load's state dict; of the others the first is the main replica."""
+        """Take the parameters of which this rank holds nothing out of a load's state dict; of the others
+        the first is the main replica.
+        """
         for index, parameter in enumerate(self.parameters):
             holders = [rank for rank in range(self.group.size()) if self._holds(parameter, rank)]
             if self.group.rank() not in holders:
@@ -116,7 +124,8 @@ class OwnedOptimizerState:
         piece = self._local_piece(parameter, state)
         if piece is None:
             return torch.empty(1).expand(parameter.numel)
-        shares_memory = state == "param" and parameter.parameter.dtype == torch.float32  # with the weight, which is read too
+        # with the weight, which is read too
+        shares_memory = state == "param" and parameter.parameter.dtype == torch.float32
         return torch.empty(parameter.numel) if shares_memory or self.group.size() > 1 else piece
 
     def _collect(self, staging: Staging) -> dict[int, Any]:
@@ -143,29 +152,51 @@ class OwnedOptimizerState:
             for state in STATES:
                 tensors[parameter.buffer, state][parameter.start] = tensor_of(parameter, state)
         return {
-            number: {dtype: {state: _OneByOne(tensors[number, state]) for state in STATES} for dtype in ranges}
+            number: {
+                dtype: {state: _OneByOne(tensors[number, state]) for state in STATES} for dtype in ranges
+            }
             for number, ranges in enumerate(self.optimizer.gbuf_ranges)
         }
 
     def _whole_state(self, parameter: OwnedParameter, state: str) -> torch.Tensor | None:
         """Return the state where this rank holds all of it; None: it must be exchanged."""
         if state == "param" and parameter.parameter.dtype == torch.float32:
-            return parameter.parameter.detach().reshape(-1)  # float32 parameters are their own main parameters
+            # float32 parameters are their own main parameters
+            return parameter.parameter.detach().reshape(-1)
         if self.group.size() == 1:
-            return self.optimizer._get_main_param_and_optimizer_states(parameter.parameter)[state].detach().reshape(-1)
+            return (
+                self.optimizer._get_main_param_and_optimizer_states(parameter.parameter)[state]
+                .detach()
+                .reshape(-1)
+            )
         return None
 
     def _local_piece(self, parameter: OwnedParameter, state: str) -> torch.Tensor | None:
-        ranges = next(iter(self.optimizer.gbuf_ranges[parameter.buffer].values()))[parameter.bucket]["param_map"]
+        ranges = next(iter(self.optimizer.gbuf_ranges[parameter.buffer].values()))[parameter.bucket][
+            "param_map"
+        ]
         if parameter.parameter not in ranges:
             return None
-        return self.optimizer._get_main_param_and_optimizer_states(parameter.parameter)[state].detach().reshape(-1)
+        return (
+            self.optimizer._get_main_param_and_optimizer_states(parameter.parameter)[state]
+            .detach()
+            .reshape(-1)
+        )
 
     def _overlap(self, parameter: OwnedParameter, rank: int) -> tuple[int, int]:
-        return shard_overlap(parameter.start, parameter.stop, parameter.bucket_start, parameter.bucket_numel, rank, self.group.size())
+        return shard_overlap(
+            parameter.start,
+            parameter.stop,
+            parameter.bucket_start,
+            parameter.bucket_numel,
+            rank,
+            self.group.size(),
+        )
 
     def _exchange(self, batch: list[OwnedParameter], state: str, staging: Staging) -> list[torch.Tensor]:
-        """Bring the pieces of `batch` to their owners; a parameter of another owner becomes a placeholder without memory."""
+        """Bring the pieces of `batch` to their owners; a parameter of another owner becomes a placeholder
+        without memory.
+        """
         ranks, me = range(self.group.size()), self.group.rank()
         pieces: list[list[torch.Tensor]] = [[] for _ in ranks]
         for parameter in batch:
@@ -174,18 +205,27 @@ class OwnedOptimizerState:
         device = batch[0].parameter.device
         sent = [torch.cat(parts) if parts else torch.empty(0, device=device) for parts in pieces]
         owned = [parameter for parameter in batch if parameter.owner == me]
-        sizes = [sum(last - first for first, last in (self._overlap(parameter, rank) for parameter in owned)) for rank in ranks]
+        sizes = [
+            sum(last - first for first, last in (self._overlap(parameter, rank) for parameter in owned))
+            for rank in ranks
+        ]
         received = torch.empty(sum(sizes), device=device)
-        dist.all_to_all_single(received, torch.cat(sent), sizes, [part.numel() for part in sent], group=self.group)
+        dist.all_to_all_single(
+            received, torch.cat(sent), sizes, [part.numel() for part in sent], group=self.group
+        )
         whole = {
-            parameter.start: staging.take((self.name, parameter.buffer, parameter.start, state), (parameter.numel,), torch.float32)
+            parameter.start: staging.take(
+                (self.name, parameter.buffer, parameter.start, state), (parameter.numel,), torch.float32
+            )
             for parameter in owned
         }
         offset = 0
         for rank in ranks:
             for parameter in owned:
                 first, last = self._overlap(parameter, rank)
-                whole[parameter.start][first:last].copy_(received[offset : offset + last - first], non_blocking=True)
+                whole[parameter.start][first:last].copy_(
+                    received[offset : offset + last - first], non_blocking=True
+                )
                 offset += last - first
         return [whole.get(parameter.start, torch.empty(1).expand(parameter.numel)) for parameter in batch]
 

@@ -1,10 +1,14 @@
-"""Which of the ranks that hold the same parameters writes which of them. Pure arithmetic, so all of them decide alike."""
+"""Which of the ranks that hold the same parameters writes which of them. Pure arithmetic, so all of them
+decide alike.
+"""
 
 from collections.abc import Sequence
 
 
 def assign_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the rank that writes each parameter: the largest ones first, each to the rank with the fewest elements so far."""
+    """Return the rank that writes each parameter: the largest ones first, each to the rank with the fewest
+    elements so far.
+    """
     loads = [0] * num_ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -14,8 +18,11 @@ def assign_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def shard_overlap(start: int, stop: int, bucket_start: int, bucket_numel: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the part [first, last) of a parameter whose optimizer state `rank` holds, counted from the parameter's start.
+def shard_overlap(
+    start: int, stop: int, bucket_start: int, bucket_numel: int, rank: int, num_ranks: int
+) -> tuple[int, int]:
+    """Return the part [first, last) of a parameter whose optimizer state `rank` holds, counted from the
+    parameter's start.
 
     Args:
         start: first element of the parameter in its buffer.

@@ -1,7 +1,9 @@
-"""Which shards this rank writes: found by Megatron's and torch's planners over all ranks, and kept while the structure stays the same.
+"""Which shards this rank writes: found by Megatron's and torch's planners over all ranks, and kept while the
+structure stays the same.
 
-The planners describe every shard and gather the descriptions, while training waits: as long as a copy of half a billion bytes takes. Where
-keys, shapes and staging buffers are those of the save before, what was found then holds.
+The planners describe every shard and gather the descriptions, while training waits: as long as a copy of half
+a billion bytes takes. Where keys, shapes and staging buffers are those of the save before, what was found
+then holds.
 """
 
 import io
@@ -23,9 +25,13 @@ from megagrpo.parallel.groups import all_reduce_flag
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
-    """Plans as Megatron does, and hands the plan out instead of callbacks whose failure on one rank leaves the others waiting."""
+    """Plans as Megatron does, and hands the plan out instead of callbacks whose failure on one rank leaves
+    the others waiting.
+    """
 
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, planned: Any) -> tuple[FileSystemWriterAsync, Any]:
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, planned: Any
+    ) -> tuple[FileSystemWriterAsync, Any]:
         return writer, planned[1]
 
 
@@ -53,7 +59,8 @@ class ShardPlanner:
     def plan(self, state: dict[str, Any]) -> ShardPlan:
         """Return what this rank writes. Collective over all ranks.
 
-        Where the structure is a new one it is checked over all ranks that every shard is written exactly once.
+        Where the structure is a new one it is checked over all ranks that every shard is written exactly
+        once.
 
         Args:
             state: what `ShardCollector.collect` returned.
@@ -61,12 +68,17 @@ class ShardPlanner:
         structure = list(_structure_of(state))
         is_new = all_reduce_flag(structure != self._structure)
         sharded, common = save_preprocess(state, validate_access_integrity=is_new)
-        objects = {each.unique_key: each.data for each in nested_values(sharded) if isinstance(each, ShardedObject)}
+        objects = {
+            each.unique_key: each.data for each in nested_values(sharded) if isinstance(each, ShardedObject)
+        }
         if is_new or self._found is None:
             self._found, self._structure = _find(sharded), structure
         file_name, tensors, planned, metadata = self._found
         # Megatron packs an object as a list of one; one that is None is as it was.
-        fresh = [(item, old if objects[item.index.fqn] is None else _saved([objects[item.index.fqn]])) for item, old in planned]
+        fresh = [
+            (item, old if objects[item.index.fqn] is None else _saved([objects[item.index.fqn]]))
+            for item, old in planned
+        ]
         return ShardPlan(file_name, tensors, fresh, _saved(common).getvalue(), metadata, self._strategy)
 
 
@@ -82,7 +94,8 @@ def _structure_of(state: dict[str, Any]) -> Iterator[Hashable]:
 def _find(sharded: dict[str, Any]) -> tuple[str, Sequence, Sequence, Metadata | None]:
     writer, metadata = _PlanningStrategy("torch_dist", 1, thread_count=1).async_save(sharded, "")
     if metadata is not None:
-        metadata.__dict__.pop("all_local_plans", None)  # for readers that compare plans; as large as all the rest
+        # for readers that compare plans; as large as all the rest
+        metadata.__dict__.pop("all_local_plans", None)
     if not writer.write_buckets:
         return "", [], [], metadata
     ((_, file_name, (objects, tensors)),) = writer.write_buckets

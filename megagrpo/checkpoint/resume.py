@@ -1,7 +1,8 @@
-"""Which checkpoint a run goes on from, and whether it may: the newest one that is whole and belongs to this run.
+"""Which checkpoint a run goes on from, and whether it may: the newest one that is whole and belongs to this
+run.
 
-Damaged checkpoints are named and passed over; one that is whole but of another model, tokenizer, newer format or refused configuration
-stops the run, since going on from an older one would hide the mistake.
+Damaged checkpoints are named and passed over; one that is whole but of another model, tokenizer, newer format
+or refused configuration stops the run, since going on from an older one would hide the mistake.
 """
 
 import json
@@ -34,10 +35,12 @@ class Choice:
 
 
 def choose_checkpoint(manager: CheckpointManager) -> Choice | None:
-    """Return the newest checkpoint whose files are all as its manifest says; damaged newer ones are set aside. Collective over all ranks.
+    """Return the newest checkpoint whose files are all as its manifest says; damaged newer ones are set
+    aside. Collective over all ranks.
 
     Raises:
-        UserError: there are checkpoints and none of them is good, or the newest good one is of a newer format.
+        UserError: there are checkpoints and none of them is good, or the newest good one is of a newer
+            format.
     """
     skipped: list[Path] = []
     notes: list[str] = []
@@ -45,11 +48,16 @@ def choose_checkpoint(manager: CheckpointManager) -> Choice | None:
         manifest, problems = manager.examine(path)
         if manifest is not None and manifest.format_version > FORMAT_VERSION:
             raise UserError(
-                f"{path}: has checkpoint format {manifest.format_version}, written by megagrpo {manifest.versions.get('megagrpo', '?')}; "
+                f"{path}: has checkpoint format {manifest.format_version}, written by megagrpo "
+                f"{manifest.versions.get('megagrpo', '?')}; "
                 f"this one reads up to format {FORMAT_VERSION}"
             )
         if manifest is not None and not problems:
-            notes += [f"damaged checkpoint kept as {name}" for name in manager.set_aside(skipped)] if skipped else []
+            notes += (
+                [f"damaged checkpoint kept as {name}" for name in manager.set_aside(skipped)]
+                if skipped
+                else []
+            )
             return Choice(path, manifest, notes)
         skipped.append(path)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -57,7 +65,13 @@ def choose_checkpoint(manager: CheckpointManager) -> Choice | None:
     if skipped:
         lines = [note.removeprefix("warning: ") for note in notes]
         raise UserError(
-            "\n".join([*lines, "run.resume: auto: no good checkpoint is left; take run.resume=never and another run.dir to start anew"])
+            "\n".join(
+                [
+                    *lines,
+                    "run.resume: auto: no good checkpoint is left; take run.resume=never and "
+                    "another run.dir to start anew",
+                ]
+            )
         )
     return None
 
@@ -68,9 +82,13 @@ def check_identity(choice: Choice, model: Mapping[str, Any], tokenizer: Mapping[
     Raises:
         UserError: names every field that differs, and both values.
     """
-    differences = compare("model config", choice.manifest.model, model) + compare("tokenizer", choice.manifest.tokenizer, tokenizer)
+    differences = compare("model config", choice.manifest.model, model) + compare(
+        "tokenizer", choice.manifest.tokenizer, tokenizer
+    )
     if differences:
-        raise UserError("\n".join(f"{choice.path}: is of another model or tokenizer: {line}" for line in differences))
+        raise UserError(
+            "\n".join(f"{choice.path}: is of another model or tokenizer: {line}" for line in differences)
+        )
 
 
 def check_config(choice: Choice, config: Config, updates: int) -> list[str]:
@@ -85,7 +103,10 @@ def check_config(choice: Choice, config: Config, updates: int) -> list[str]:
         UserError: lists all changes that are neither harmless nor allowed by name.
     """
     saved = _saved_config(choice.path)
-    changes = find_changes(saved.model_dump(mode="json") if isinstance(saved, Config) else saved, json.loads(config.model_dump_json()))
+    changes = find_changes(
+        saved.model_dump(mode="json") if isinstance(saved, Config) else saved,
+        json.loads(config.model_dump_json()),
+    )
     stopping = refused(changes, config.run.allow_config_changes)
     if stopping:
         names = ", ".join(change.place for change in stopping)
@@ -93,11 +114,15 @@ def check_config(choice: Choice, config: Config, updates: int) -> list[str]:
             "\n".join(
                 [
                     *(f"{choice.path}: {change}" for change in stopping),
-                    f"these change what is learned; go back, or allow them by name: run.allow_config_changes=[{names}]",
+                    "these change what is learned; go back, or allow them by name: "
+                    f"run.allow_config_changes=[{names}]",
                 ]
             )
         )
-    notes = [f"changed: {change}{'' if change.is_free else ' (allowed by run.allow_config_changes)'}" for change in changes]
+    notes = [
+        f"changed: {change}{'' if change.is_free else ' (allowed by run.allow_config_changes)'}"
+        for change in changes
+    ]
     if isinstance(saved, Config) and (told := describe_schedule_change(saved, config, updates)):
         notes.append(told)
     return notes
@@ -109,18 +134,25 @@ def total_updates(config: Config) -> int:
 
 
 def describe_schedule_change(saved: Config, own: Config, updates: int) -> str | None:
-    """Return one line where the learning rates of the coming updates are others than the saved run's would have been; else None."""
+    """Return one line where the learning rates of the coming updates are others than the saved run's would
+    have been; else None.
+    """
     spans = total_updates(saved), total_updates(own)
     for update in range(updates, max(spans)):
         before = learning_rate(saved.optimizer, update, spans[0])
         now = learning_rate(own.optimizer, update, spans[1])
         if before != now:
-            return f"warning: the learning-rate schedule differs from update {update + 1} on: {now:g} instead of {before:g}"
+            return (
+                f"warning: the learning-rate schedule differs from update {update + 1} on: {now:g} "
+                f"instead of {before:g}"
+            )
     return None
 
 
 def _saved_config(path: Path) -> Config | dict[str, Any]:
-    """Return the checkpoint's configuration; as plain values where this version has other fields than the one that wrote it."""
+    """Return the checkpoint's configuration; as plain values where this version has other fields than the
+    one that wrote it.
+    """
     values = parse_yaml((path / CONFIG_FILE).read_text(encoding="utf-8"), str(path / CONFIG_FILE))
     try:
         return Config.model_validate_json(json.dumps(values))

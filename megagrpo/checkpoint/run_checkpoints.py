@@ -1,4 +1,6 @@
-"""The checkpoints of one run, as the trainer uses them: resume at the start, a save after each step that is due."""
+"""The checkpoints of one run, as the trainer uses them: resume at the start, a save after each step that
+is due.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -37,13 +39,21 @@ class RunCheckpoints:
         self.hf_folder = hf_folder_of(self.config.model.path)
         self.reference = session.updater.reference.model if session.updater.reference else None
         saved_reference = self.reference if self.settings.save_reference else None
-        retention = Retention(self.settings.keep_last, self.settings.keep_every, self.settings.keep_best, self.settings.best_mode)
+        retention = Retention(
+            self.settings.keep_last,
+            self.settings.keep_every,
+            self.settings.keep_best,
+            self.settings.best_mode,
+        )
         folder = Path(self.config.run.dir) / "checkpoints"
-        self.manager = CheckpointManager(folder, ShardCollector(session.actor, saved_reference), retention, self.settings.asynchronous)
+        self.manager = CheckpointManager(
+            folder, ShardCollector(session.actor, saved_reference), retention, self.settings.asynchronous
+        )
         self.carried: dict[str, Carried] = {"random": RandomStates(session.groups.rank)}
         self._model = describe_model(session.actor.model.hf)
         self._tokenizer = describe_tokenizer(session.tokenizer)
-        self._reference_weights: Mapping | None = None  # checksums of whole model files: taken once, when first needed
+        # checksums of whole model files: taken once, when first needed
+        self._reference_weights: Mapping | None = None
         self._own_files: dict[str, bytes] = {}  # of this rank, as they were at the end of the step
         self._saved_step: int | None = None  # of the newest good checkpoint
         self._retry = False
@@ -65,14 +75,16 @@ class RunCheckpoints:
         Raises:
             UserError: on all ranks: a checkpoint that may not be gone on from, or none that is good.
         """
-        if self.settings.every or self.settings.hf_every:  # what the first save would make training wait for is done now
+        # what the first save would make training wait for is done now
+        if self.settings.every or self.settings.hf_every:
             self._describe_reference()
             if self.settings.asynchronous:
                 self.manager.warm_up()
         if self.config.run.resume == "never":
             if found := self.manager.candidates():
                 raise UserError(
-                    f"run.resume: never: {found[0]} is there already and a new run would mix its checkpoints with it; "
+                    f"run.resume: never: {found[0]} is there already and a new run would mix its "
+                    "checkpoints with it; "
                     "choose another run.dir"
                 )
             return None
@@ -80,7 +92,9 @@ class RunCheckpoints:
         return self._restore(choice) if choice else None
 
     def roll_back(self) -> TrainerState | None:
-        """Go back to the newest good checkpoint in the middle of a run, after an unfinished save has ended. Collective over all ranks."""
+        """Go back to the newest good checkpoint in the middle of a run, after an unfinished save has
+        ended. Collective over all ranks.
+        """
         self.finish()
         choice = choose_checkpoint(self.manager)
         return self._restore(choice) if choice else None
@@ -103,7 +117,9 @@ class RunCheckpoints:
         has_reference = self.reference is not None and saved is not None and bool(saved.get("saved"))
         load_shards(choice.path, self.session.actor, self.reference if has_reference else None)
         carrying.unpack(choice.path, self.carried)
-        self.session.pipeline.restore(state.prompt_position, state.rollout, choice.path, next_step=state.step + 1)
+        self.session.pipeline.restore(
+            state.prompt_position, state.rollout, choice.path, next_step=state.step + 1
+        )
         if state.algorithm:
             self.session.algorithm.load_state_dict(state.algorithm)
         for note in notes:
@@ -121,7 +137,8 @@ class RunCheckpoints:
         return periodic or bool(hf_every and step % hf_every == 0) or self._retry
 
     def capture(self, state: TrainerState) -> None:
-        """Complete `state` with the position of the session's parts, at the end of a step: it may be saved in the midst of the next.
+        """Complete `state` with the position of the session's parts, at the end of a step: it may be saved in
+        the midst of the next.
 
         Rollouts in flight are part of it. Collective over all ranks.
         """
@@ -131,7 +148,8 @@ class RunCheckpoints:
         self._own_files = carrying.pack(self.carried, self.session.groups.rank)
 
     def after_step(self, state: TrainerState, metrics: Mapping[str, float]) -> None:
-        """Finish an earlier save where all ranks have written it, and start one where it is due. Collective over all ranks.
+        """Finish an earlier save where all ranks have written it, and start one where it is due. Collective
+        over all ranks.
 
         A save that fails is told; training goes on, older checkpoints stay, and the next step tries again.
         """
@@ -144,7 +162,8 @@ class RunCheckpoints:
             self._failed(error)
 
     def save_now(self, state: TrainerState) -> bool:
-        """Save `state` unless it is saved already, wait until it is on disk, and say whether it is. Collective over all ranks.
+        """Save `state` unless it is saved already, wait until it is on disk, and say whether it is.
+        Collective over all ranks.
 
         The weights must be those that `capture` saw: no update may have been applied since.
         """
@@ -158,13 +177,17 @@ class RunCheckpoints:
         return self._saved_step == state.step
 
     def close(self, state: TrainerState) -> None:
-        """Bring what a run has still to save to disk; a save that failed last is tried once more. Collective over all ranks."""
+        """Bring what a run has still to save to disk; a save that failed last is tried once more.
+        Collective over all ranks.
+        """
         self.finish()
         if self._retry:
             self.save_now(state)
 
     def finish(self) -> None:
-        """Wait for a save that is being written, and for the removal of retired checkpoints. Collective over all ranks."""
+        """Wait for a save that is being written, and for the removal of retired checkpoints. Collective
+        over all ranks.
+        """
         try:
             self._done(self.manager.finish())
         except SaveError as error:
@@ -193,13 +216,20 @@ class RunCheckpoints:
         self._done(self.manager.save(contents))
 
     def _exports(self, step: int) -> tuple[Callable[[], Mapping[str, FileContents]], Callable[[Path], None]]:
-        """Return what collects this rank's part of an HF export, where one is due, and what copies the config and tokenizer beside it."""
+        """Return what collects this rank's part of an HF export, where one is due, and what copies the
+        config and tokenizer beside it.
+        """
         if not (self.settings.hf_every and step % self.settings.hf_every == 0):
             return dict, lambda folder: self._copy_hf_files(folder / "hf_files")
         groups = self.session.groups
 
         def collect() -> Mapping[str, FileContents]:
-            return collect_share(self.session.publisher.exporter.tensors(), self.manager.collector.staging, groups.rank, groups.world_size)
+            return collect_share(
+                self.session.publisher.exporter.tensors(),
+                self.manager.collector.staging,
+                groups.rank,
+                groups.world_size,
+            )
 
         def copy_files(folder: Path) -> None:
             self._copy_hf_files(folder / "hf_files")
@@ -232,7 +262,8 @@ class RunCheckpoints:
         self._saved_step = step_of(saved.path)
         removed = f"; removed {', '.join(saved.removed)}" if saved.removed else ""
         self._note(
-            f"checkpoint {saved.path}: {saved.num_bytes / 2**20:.1f} MiB, training stood still for {saved.stall_seconds:.2f} s, "
+            f"checkpoint {saved.path}: {saved.num_bytes / 2**20:.1f} MiB, training stood still for "
+            f"{saved.stall_seconds:.2f} s, "
             f"written in {saved.write_seconds:.2f} s{removed}"
         )
 

@@ -1,6 +1,8 @@
-"""The sharded state of an actor, in the form of Megatron-core's dist_checkpointing: collected for a save, and read back.
+"""The sharded state of an actor, in the form of Megatron-core's dist_checkpointing: collected for a save, and
+read back.
 
-collect   model and optimizer as ShardedTensors with global names; of everything that several ranks hold one rank is the owner, whose
+collect   model and optimizer as ShardedTensors with global names; of everything that several ranks hold one
+rank is the owner, whose
           part is copied to host memory (`staging.py`); the others write nothing
 load      any layout reads what any other has written
 """
@@ -25,8 +27,13 @@ from megagrpo.device.device import megatron_region
 from megagrpo.models.build import StageModel
 from megagrpo.policy.actor import Actor
 
-# The one optimizer sharding that reads back in another layout (0.16.1's default raises, dp_zero_gather_scatter does not reshard).
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
+# The one optimizer sharding that reads back in another layout (0.16.1's default raises,
+# dp_zero_gather_scatter does not reshard).
+SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
 REFERENCE = "reference"  # prefix of the reference model's tensors, where it is saved
 
 
@@ -42,13 +49,20 @@ class ShardCollector:
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank writes: each owned parameter and its three float32 optimizer tensors."""
-        owned = [each for optimizer in self.optimizers for each in optimizer.parameters if optimizer.is_owner(each)]
-        reference = self.reference.chunks if self.reference is not None and self.actor.model.groups.dp_cp.rank() == 0 else ()
+        owned = [
+            each for optimizer in self.optimizers for each in optimizer.parameters if optimizer.is_owner(each)
+        ]
+        reference = (
+            self.reference.chunks
+            if self.reference is not None and self.actor.model.groups.dp_cp.rank() == 0
+            else ()
+        )
         frozen = sum(each.numel() * each.element_size() for chunk in reference for each in chunk.parameters())
         return frozen + sum(each.numel * (each.parameter.element_size() + 12) for each in owned)
 
     def collect(self) -> dict[str, Any]:
-        """Return the sharded state dict with this rank's part copied to host memory. Collective over data parallel ranks.
+        """Return the sharded state dict with this rank's part copied to host memory. Collective over data
+        parallel ranks.
 
         The copies are valid until the next call.
         """
@@ -59,7 +73,9 @@ class ShardCollector:
             metadata = dict(SHARDING)  # a copy: Megatron adds this run's process groups to it
             model = self.actor.model.sharded_state_dict(metadata=metadata)
             self._set_owners(model)
-            optimizer_state = self.actor.optimizer.sharded_state_dict({"model": model}, is_loading=False, metadata=metadata)
+            optimizer_state = self.actor.optimizer.sharded_state_dict(
+                {"model": model}, is_loading=False, metadata=metadata
+            )
             state = {"model": model, "optimizer": optimizer_state}
             if self.reference is not None:
                 state[REFERENCE] = _reference_state(self.reference)
@@ -72,8 +88,14 @@ class ShardCollector:
         return state
 
     def _set_owners(self, model: dict[str, Any]) -> None:
-        """Make each parameter's owner the main replica of it; the optimizer's tensors take the numbers over from the model's."""
-        owned = {each.parameter: optimizer.is_owner(each) for optimizer in self.optimizers for each in optimizer.parameters}
+        """Make each parameter's owner the main replica of it; the optimizer's tensors take the numbers
+        over from the model's.
+        """
+        owned = {
+            each.parameter: optimizer.is_owner(each)
+            for optimizer in self.optimizers
+            for each in optimizer.parameters
+        }
         for shard in nested_values(model):
             if isinstance(shard.data, torch.nn.Parameter) and shard.data in owned:
                 *others, replica = shard.replica_id
@@ -82,12 +104,16 @@ class ShardCollector:
 
 def owned_optimizers(actor: Actor) -> list[OwnedOptimizerState]:
     """Return the view of each of the actor's distributed optimizers, in Megatron's order."""
-    return [OwnedOptimizerState(each, f"optimizer {number}") for number, each in enumerate(actor.optimizer.chained_optimizers)]
+    return [
+        OwnedOptimizerState(each, f"optimizer {number}")
+        for number, each in enumerate(actor.optimizer.chained_optimizers)
+    ]
 
 
 @contextlib.contextmanager
 def _quick_garbage_collection() -> Iterator[None]:
-    """Hide the objects that are alive from the collector: Megatron's optimizer collects garbage in each save, which looks at all of them.
+    """Hide the objects that are alive from the collector: Megatron's optimizer collects garbage in each save,
+    which looks at all of them.
 
     That takes as long as the copy of a billion bytes, while training waits.
     """
@@ -109,7 +135,9 @@ def load_shards(folder: Path, actor: Actor, reference: StageModel | None = None)
         actor: takes the weights and the optimizer state in.
         reference: takes the reference weights in, where the checkpoint holds them.
     """
-    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), actor.model.groups.dp_cp)
+    strategy = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(folder)), actor.model.groups.dp_cp
+    )
     metadata = dict(SHARDING)
     optimizers = owned_optimizers(actor)
     with megatron_region(), contextlib.ExitStack() as stack:

@@ -1,6 +1,7 @@
 """Host memory that a save is copied to, so that training goes on while it is written.
 
-The buffers are kept between saves: memory that is touched for the first time costs a page fault per page, which takes as long as the
+The buffers are kept between saves: memory that is touched for the first time costs a page fault per page,
+    which takes as long as the
 copy itself. They hold exactly the bytes that this rank writes, a tensor that is written under two names once.
 """
 
@@ -14,7 +15,8 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, torch.Tensor] = {}
-        self._copies: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}  # source of this save -> its copy
+        # source of this save -> its copy
+        self._copies: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self._storages: set[int] = set()
 
     def start(self) -> None:
@@ -32,16 +34,20 @@ class Staging:
         return buffer
 
     def hold(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous host copy of `tensor`, with a storage of its own size; what is staged already is not copied again.
+        """Return a contiguous host copy of `tensor`, with a storage of its own size; what is staged already
+        is not copied again.
 
-        Megatron's writer clones every tensor whose storage is larger than itself, which would double the memory of a save.
+        Megatron's writer clones every tensor whose storage is larger than itself, which would double the
+        memory of a save.
         """
         if tensor.untyped_storage().data_ptr() in self._storages and tensor.is_contiguous():
             exact = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy())
             return exact.view(tensor.dtype).view(tensor.shape)
         source = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
         if source not in self._copies:
-            self._copies[source] = self.take(name, tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)
+            self._copies[source] = self.take(name, tuple(tensor.shape), tensor.dtype).copy_(
+                tensor, non_blocking=True
+            )
         return self._copies[source]
 
     @property

@@ -1,6 +1,7 @@
 """The position of a run, as a checkpoint keeps it in `trainer_state.json`.
 
-A new field needs a default, so that older checkpoints load; what single ranks hold of their own registers as `carried.Carried`.
+A new field needs a default, so that older checkpoints load; what single ranks hold of their own registers as
+`carried.Carried`.
 """
 
 import json
@@ -25,7 +26,8 @@ class TrainerState:
     wall_seconds: float = 0.0  # of all runs so far
     spikes: dict[str, list[float]] = field(default_factory=dict)  # what the running medians are over
     roll_backs: int = 0  # made so far
-    unrecorded: dict[str, float] | None = None  # metrics of this step, where its evaluation and its row are still to come
+    # metrics of this step, where its evaluation and its row are still to come
+    unrecorded: dict[str, float] | None = None
 
     def to_json(self) -> str:
         """Return it as JSON."""
@@ -33,7 +35,9 @@ class TrainerState:
 
     @classmethod
     def load(cls, folder: Path) -> "TrainerState":
-        """Read it from a checkpoint. A field that this version does not know is dropped: the format version guards the meaning."""
+        """Read it from a checkpoint. A field that this version does not know is dropped: the format
+        version guards the meaning.
+        """
         values: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
         known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})

@@ -1,11 +1,12 @@
 """Writes one checkpoint's shards, each rank its own, in a thread.
 
-start()     this rank: a thread writes the shards from host memory with their checksums, and forces them to disk
-is_done     asked at every step; file writes and checksums hold no Python lock
+start()     this rank: a thread writes the shards from host memory with their checksums, and forces them to
+disk is_done     asked at every step; file writes and checksums hold no Python lock
 problems()  all ranks: what any of them has met
 commit()    first rank: what the others have noted is read, and torch's and Megatron's metadata are written
 
-A thread, because a process that is forked from one with running threads can hang without a word, and the data is in this process.
+A thread, because a process that is forked from one with running threads can hang without a word, and the data
+is in this process.
 """
 
 import contextlib
@@ -62,7 +63,8 @@ class ShardWriter:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)  # an exit does not wait: half a save is no save
+        # an exit does not wait: half a save is no save
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -85,8 +87,12 @@ class ShardWriter:
         try:
             if self.plan.file_name:
                 self._write_shards()
-            self.outcome.files += [write_file(self.folder, name, contents) for name, contents in self.own_files.items()]
-            (self.folder / _NOTES.format(rank=dist.get_rank())).write_bytes(pickle.dumps((self.outcome.results, self.outcome.files)))
+            self.outcome.files += [
+                write_file(self.folder, name, contents) for name, contents in self.own_files.items()
+            ]
+            (self.folder / _NOTES.format(rank=dist.get_rank())).write_bytes(
+                pickle.dumps((self.outcome.results, self.outcome.files))
+            )
         except Exception as error:  # whatever happens in a thread is told by problems(), on all ranks
             self.outcome.error = f"{type(error).__name__}: {error}"
         self.outcome.seconds = time.perf_counter() - started
@@ -100,16 +106,24 @@ class ShardWriter:
                 else:
                     file.write(data.getbuffer())
                 length = file.tell() - start
-                self.outcome.results.append(WriteResult(item.index, length, _StorageInfo(self.plan.file_name, start, length)))
+                self.outcome.results.append(
+                    WriteResult(item.index, length, _StorageInfo(self.plan.file_name, start, length))
+                )
         self.outcome.files.append(file.record())
 
     def problems(self) -> tuple[list[str], float]:
-        """Return what any rank has met, and the seconds of the slowest. All must be done. Collective over all ranks."""
+        """Return what any rank has met, and the seconds of the slowest. All must be done. Collective over
+        all ranks.
+        """
         gathered = all_gather_metadata((self.outcome.error, self.outcome.seconds))
-        return [f"rank {rank}: {error}" for rank, (error, _) in enumerate(gathered) if error], max(seconds for _, seconds in gathered)
+        return [f"rank {rank}: {error}" for rank, (error, _) in enumerate(gathered) if error], max(
+            seconds for _, seconds in gathered
+        )
 
     def commit(self) -> list[FileRecord]:
-        """Write the metadata; return the records of it and of all files that ranks have written. First rank only; all must be done."""
+        """Write the metadata; return the records of it and of all files that ranks have written. First
+        rank only; all must be done.
+        """
         notes = [self.folder / _NOTES.format(rank=rank) for rank in range(dist.get_world_size())]
         parts = [pickle.loads(path.read_bytes()) for path in notes]
         FileSystemWriter(self.folder).finish(self.plan.metadata, [results for results, _ in parts])

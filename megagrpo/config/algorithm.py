@@ -11,15 +11,21 @@ class DynamicSamplingConfig(Section):
     """DAPO's dynamic sampling (arXiv 2503.14476, Eq. 11): groups whose rewards are all equal are replaced."""
 
     enabled: bool = False
-    max_refills: NonNegativeInt = Field(3, description="extra generation rounds per step at most; then the step trains on what it has")
+    max_refills: NonNegativeInt = Field(
+        3, description="extra generation rounds per step at most; then the step trains on what it has"
+    )
 
 
 class OverlongConfig(Section):
     """Completions that reach the length limit."""
 
-    penalty: NonNegativeFloat = Field(0.0, description="DAPO soft punishment (Eq. 13): largest deduction; 0 = off")
+    penalty: NonNegativeFloat = Field(
+        0.0, description="DAPO soft punishment (Eq. 13): largest deduction; 0 = off"
+    )
     buffer_tokens: PositiveInt | None = Field(
-        None, description="tokens before the limit over which the deduction grows; default: a fifth of rollout.max_new_tokens"
+        None,
+        description="tokens before the limit over which the deduction grows; default: a fifth of "
+        "rollout.max_new_tokens",
     )
     mask: bool = Field(False, description="completions cut by the limit take no part in the loss")
 
@@ -28,11 +34,19 @@ class KLConfig(Section):
     """Penalty towards the reference."""
 
     coef: NonNegativeFloat = Field(0.0, description="0: no reference model is built")
-    estimator: Literal["k1", "k2", "k3", "abs", "exact"] = Field("k3", description="exact: over the full vocabulary (loss only)")
+    estimator: Literal["k1", "k2", "k3", "abs", "exact"] = Field(
+        "k3", description="exact: over the full vocabulary (loss only)"
+    )
     placement: Literal["loss", "reward"] = "loss"
-    linear_above: PositiveFloat = Field(10.0, description="k3 goes on linearly where log(reference / actor) exceeds this")
-    adaptive_target: PositiveFloat | None = Field(None, description="KL per token that an adaptive coefficient holds; default: fixed")
-    adaptive_gain: PositiveFloat = Field(0.1, description="largest share by which coef moves per step is a fifth of this")
+    linear_above: PositiveFloat = Field(
+        10.0, description="k3 goes on linearly where log(reference / actor) exceeds this"
+    )
+    adaptive_target: PositiveFloat | None = Field(
+        None, description="KL per token that an adaptive coefficient holds; default: fixed"
+    )
+    adaptive_gain: PositiveFloat = Field(
+        0.1, description="largest share by which coef moves per step is a fifth of this"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "KLConfig":
@@ -44,24 +58,37 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Correction for the gap between the engine's policy and the actor: ratio = old_logprobs (actor) over rollout_logprobs (engine)."""
+    """Correction for the gap between the engine's policy and the actor: ratio = old_logprobs (actor) over
+    rollout_logprobs (engine).
+    """
 
-    importance: Literal["none", "token", "sequence"] = Field("none", description="importance weight of the policy loss")
+    importance: Literal["none", "token", "sequence"] = Field(
+        "none", description="importance weight of the policy loss"
+    )
     importance_cap: PositiveFloat = Field(2.0, description="weights are truncated at this")
     band_low: NonNegativeFloat = Field(0.0, description="IcePop: tokens with a smaller ratio are masked")
     band_high: PositiveFloat | None = Field(None, description="IcePop: tokens with a larger ratio are masked")
-    reject: Literal["none", "geometric", "product"] = Field("none", description="ratio of a sequence that the bounds below judge")
+    reject: Literal["none", "geometric", "product"] = Field(
+        "none", description="ratio of a sequence that the bounds below judge"
+    )
     reject_low: NonNegativeFloat = Field(0.0, description="sequences with a smaller ratio are rejected")
     reject_high: PositiveFloat | None = Field(None, description="sequences with a larger ratio are rejected")
-    veto_below: NonNegativeFloat = Field(0.0, description="a sequence with any token ratio below this is rejected; 0 = off")
+    veto_below: NonNegativeFloat = Field(
+        0.0, description="a sequence with any token ratio below this is rejected; 0 = off"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "CorrectionConfig":
-        for name, low, high in (("band", self.band_low, self.band_high), ("reject", self.reject_low, self.reject_high)):
+        for name, low, high in (
+            ("band", self.band_low, self.band_high),
+            ("reject", self.reject_low, self.reject_high),
+        ):
             if high is not None and low >= high:
                 raise ValueError(f"{name}_low: {low:g} is not below {name}_high = {high:g}")
         if self.reject == "none" and (self.reject_low > 0 or self.reject_high is not None):
-            raise ValueError("reject: none, but reject_low or reject_high is set; choose geometric or product")
+            raise ValueError(
+                "reject: none, but reject_low or reject_high is set; choose geometric or product"
+            )
         if self.reject != "none" and self.reject_low == 0 and self.reject_high is None:
             raise ValueError(f"reject: {self.reject} needs reject_low, reject_high or both")
         return self
@@ -90,20 +117,34 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Advantages, loss, aggregation. A preset fills what the user leaves out."""
 
-    preset: str | None = Field(None, description="named set of defaults for this section and the ones it names")
+    preset: str | None = Field(
+        None, description="named set of defaults for this section and the ones it names"
+    )
     advantages: str = Field("grpo", description="registered estimator")
     advantage_std: Literal["population", "sample"] = "population"
-    advantage_std_floor: Literal["add", "max"] = Field("max", description="std + epsilon, or max(std, epsilon)")
+    advantage_std_floor: Literal["add", "max"] = Field(
+        "max", description="std + epsilon, or max(std, epsilon)"
+    )
     advantage_std_epsilon: NonNegativeFloat = 1e-6
-    advantage_options: dict[str, float] = Field(default_factory=dict, description="further constants of the chosen estimator")
+    advantage_options: dict[str, float] = Field(
+        default_factory=dict, description="further constants of the chosen estimator"
+    )
     loss: str = Field("ppo_clip", description="registered token loss")
     clip_low: PositiveFloat = Field(0.2, description="ratio is clipped below 1 - clip_low")
     clip_high: PositiveFloat = Field(0.2, description="ratio is clipped above 1 + clip_high")
-    loss_options: dict[str, float] = Field(default_factory=dict, description="further constants of the chosen loss")
-    aggregation: Literal["sequence_mean", "group_token_mean", "token_mean", "constant", "sequence_sum"] = "sequence_mean"
-    aggregation_constant: PositiveInt | None = Field(None, description="denominator length of `constant` (Dr. GRPO)")
+    loss_options: dict[str, float] = Field(
+        default_factory=dict, description="further constants of the chosen loss"
+    )
+    aggregation: Literal["sequence_mean", "group_token_mean", "token_mean", "constant", "sequence_sum"] = (
+        "sequence_mean"
+    )
+    aggregation_constant: PositiveInt | None = Field(
+        None, description="denominator length of `constant` (Dr. GRPO)"
+    )
     entropy_coef: float = Field(0.0, description="entropy bonus (negative: penalty)")
-    old_logprobs: Literal["actor", "engine"] = Field("actor", description="where the ratio's denominator comes from")
+    old_logprobs: Literal["actor", "engine"] = Field(
+        "actor", description="where the ratio's denominator comes from"
+    )
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
     overlong: OverlongConfig = OverlongConfig()
@@ -112,7 +153,12 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> "AlgorithmConfig":
         if self.aggregation == "constant" and self.aggregation_constant is None:
-            raise ValueError("aggregation_constant: missing; aggregation constant divides by it (Dr. GRPO: rollout.max_new_tokens)")
+            raise ValueError(
+                "aggregation_constant: missing; aggregation constant divides by it (Dr. GRPO: "
+                "rollout.max_new_tokens)"
+            )
         if self.old_logprobs == "engine" and self.correction.enabled:
-            raise ValueError("correction: compares the actor's old log-probs with the engine's; set old_logprobs: actor")
+            raise ValueError(
+                "correction: compares the actor's old log-probs with the engine's; set old_logprobs: actor"
+            )
         return self

@@ -1,7 +1,9 @@
-"""What differs between the configuration of a checkpoint and that of the run which goes on from it. No torch here.
+"""What differs between the configuration of a checkpoint and that of the run which goes on from it. No torch
+here.
 
-A field is harmless where the schema says so (`section.FREE`, on a field or on a whole section): it changes where and how fast things
-are computed, or what is reported, not what is learned. Every other change stops the resume unless `run.allow_config_changes` names it.
+A field is harmless where the schema says so (`section.FREE`, on a field or on a whole section): it changes
+where and how fast things are computed, or what is reported, not what is learned. Every other change stops the
+resume unless `run.allow_config_changes` names it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +31,8 @@ class ConfigChange:
 
 
 def find_changes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[ConfigChange]:
-    """Return the fields that differ, in the order of the schema; a field that one side does not know has None there.
+    """Return the fields that differ, in the order of the schema; a field that one side does not know has None
+    there.
 
     Args:
         saved: a dumped Config, perhaps of an older version of this package.
@@ -47,11 +50,14 @@ def find_changes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[Confi
 
 
 def refused(changes: Sequence[ConfigChange], allowed: Sequence[str]) -> list[ConfigChange]:
-    """Return the changes that stop a resume: neither harmless nor named in `allowed` (a field, or a section for all of its fields)."""
+    """Return the changes that stop a resume: neither harmless nor named in `allowed` (a field, or a
+    section for all of its fields).
+    """
     return [
         change
         for change in changes
-        if not change.is_free and not any(change.place == name or change.place.startswith(f"{name}.") for name in allowed)
+        if not change.is_free
+        and not any(change.place == name or change.place.startswith(f"{name}.") for name in allowed)
     ]
 
 

@@ -1,4 +1,5 @@
-"""Checks across sections, against the world size and against the model: everything that can be known before a model is built.
+"""Checks across sections, against the world size and against the model: everything that can be known before a
+model is built.
 
 Imports no torch. `parallel/layout.py` stands above this package, but is pure arithmetic that imports nothing.
 """
@@ -18,7 +19,8 @@ from megagrpo.parallel.layout import ParallelLayout
 
 # Estimators that compare a completion with the others of its group: alone it would get 0, or nothing at all.
 GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")
-FP8_ALIGNMENT = {"fp8_delayed": 16, "fp8_tensorwise": 16, "fp8_blockwise": 16, "mxfp8": 32}  # tokens of an FP8 GEMM
+# tokens of an FP8 GEMM
+FP8_ALIGNMENT = {"fp8_delayed": 16, "fp8_tensorwise": 16, "fp8_blockwise": 16, "mxfp8": 32}
 
 
 def verify_config(config: Config, world_size: int) -> dict[str, Any]:
@@ -34,8 +36,11 @@ def verify_config(config: Config, world_size: int) -> dict[str, Any]:
     return hf_config or {}
 
 
-def check_config(config: Config, world_size: int, hf_config: Mapping[str, Any] | None, hardware: Hardware | None = None) -> list[str]:
-    """Return everything that is wrong between the sections, one line each; an empty list where the run can start.
+def check_config(
+    config: Config, world_size: int, hf_config: Mapping[str, Any] | None, hardware: Hardware | None = None
+) -> list[str]:
+    """Return everything that is wrong between the sections, one line each; an empty list where the run can
+    start.
 
     Args:
         config: validated section by section already.
@@ -59,7 +64,9 @@ def check_config(config: Config, world_size: int, hf_config: Mapping[str, Any] |
 
 
 def build_layout(config: Config, world_size: int) -> ParallelLayout:
-    """Return the layout that `parallel:` asks for on `world_size` ranks; whether it divides is not checked here."""
+    """Return the layout that `parallel:` asks for on `world_size` ranks; whether it divides is not checked
+    here.
+    """
     sizes = config.parallel.model_dump(include={field.name for field in fields(ParallelLayout)})
     return ParallelLayout(world_size=world_size, **sizes)
 
@@ -67,15 +74,17 @@ def build_layout(config: Config, world_size: int) -> ParallelLayout:
 def token_alignment(parallel: ParallelConfig, recipe: str) -> int:
     """Return what packed token counts are padded to a multiple of.
 
-    Each of the cp ranks holds two equal chunks, whose tokens together are a multiple of tp where sequence parallel and of the FP8 block
-    where FP8.
+    Each of the cp ranks holds two equal chunks, whose tokens together are a multiple of tp where sequence
+    parallel and of the FP8 block where FP8.
     """
     chunks, sharded = 2 if parallel.cp > 1 else 1, parallel.tp if parallel.sp else 1
     return parallel.cp * math.lcm(chunks, sharded, FP8_ALIGNMENT.get(recipe, 1))
 
 
 def sequence_alignment(parallel: ParallelConfig, use_te: bool) -> int:
-    """Return what each packed sequence is padded to a multiple of: Transformer Engine cuts every one in 2 * cp chunks."""
+    """Return what each packed sequence is padded to a multiple of: Transformer Engine cuts every one in 2
+    * cp chunks.
+    """
     return 2 * parallel.cp if use_te and parallel.cp > 1 else 1
 
 
@@ -84,14 +93,24 @@ def _check_layout(config: Config, world_size: int, hf_config: Mapping[str, Any] 
     problems = layout.validate(hf_config)
     if problems:
         nearest = layout.nearest_valid(hf_config)
-        works = f"; on {world_size} ranks these work: {' | '.join(valid.describe() for valid in nearest)}" if nearest else ""
+        works = (
+            f"; on {world_size} ranks these work: {' | '.join(valid.describe() for valid in nearest)}"
+            if nearest
+            else ""
+        )
         yield from (f"parallel: {problem}" for problem in problems[:-1])
         yield f"parallel: {problems[-1]}{works}"
     has_experts = any(name in (hf_config or {}) for name in ("num_local_experts", "num_experts"))
     if has_experts and config.parallel.tp > 1 and not config.parallel.sp:
-        yield "parallel.sp: false: a model with experts needs sp where tp > 1: each tp rank routes its own tokens"
+        yield (
+            "parallel.sp: false: a model with experts needs sp where tp > 1: each tp rank routes its own "
+            "tokens"
+        )
     if hf_config and not has_experts and config.update.router_aux_loss_coef > 0:
-        yield f"update.router_aux_loss_coef: {config.update.router_aux_loss_coef:g}: the model has no experts; leave it out"
+        yield (
+            f"update.router_aux_loss_coef: {config.update.router_aux_loss_coef:g}: the model has no "
+            "experts; leave it out"
+        )
     if config.parallel.sp and config.parallel.tp == 1:
         yield "parallel.sp: true: shards activations over tp, which is 1; it needs tp > 1"
     if config.parallel.overlap_param_gather and not config.parallel.overlap_grad_reduce:
@@ -102,10 +121,14 @@ def _check_batch(config: Config, world_size: int) -> Iterator[str]:
     prompts, mini_batches = config.rollout.prompts_per_step, config.update.mini_batches_per_step
     if prompts % mini_batches:
         divisors = [size for size in range(1, prompts + 1) if prompts % size == 0]
-        below, above = [size for size in divisors if size < mini_batches], [size for size in divisors if size > mini_batches]
+        below, above = (
+            [size for size in divisors if size < mini_batches],
+            [size for size in divisors if size > mini_batches],
+        )
         nearest = [*below[-1:], *above[:1]]
         yield (
-            f"update.mini_batches_per_step: {mini_batches}: does not divide rollout.prompts_per_step = {prompts}; "
+            f"update.mini_batches_per_step: {mini_batches}: does not divide rollout.prompts_per_step = "
+            f"{prompts}; "
             f"nearest that do: {', '.join(map(str, nearest))}"
         )
         return
@@ -113,8 +136,10 @@ def _check_batch(config: Config, world_size: int) -> Iterator[str]:
     sequences = prompts // mini_batches * config.rollout.completions_per_prompt
     if world_size % layout.model_size == 0 and sequences < layout.dp:
         yield (
-            f"rollout.prompts_per_step: {prompts}: {prompts} prompts * {config.rollout.completions_per_prompt} completions / "
-            f"{mini_batches} mini-batches = {sequences} sequences for dp {layout.dp}; each replica needs at least one"
+            f"rollout.prompts_per_step: {prompts}: {prompts} prompts * "
+            f"{config.rollout.completions_per_prompt} completions / "
+            f"{mini_batches} mini-batches = {sequences} sequences for dp {layout.dp}; each replica needs at "
+            "least one"
         )
 
 
@@ -122,16 +147,25 @@ def _check_lengths(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str
     prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     longest = prompt + new
     total = f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {new} = {longest}"
-    budget, alignment = config.update.max_tokens_per_microbatch, token_alignment(config.parallel, config.precision.recipe)
+    budget, alignment = (
+        config.update.max_tokens_per_microbatch,
+        token_alignment(config.parallel, config.precision.recipe),
+    )
     aligned = budget // alignment * alignment
     if longest > aligned:
         rounded = "" if aligned == budget else f" ({aligned} in multiples of {alignment})"
         yield f"update.max_tokens_per_microbatch: {budget}{rounded}: one sequence can have {total} tokens"
     positions = hf_config.get("max_position_embeddings")
     if isinstance(positions, int) and longest > positions:
-        yield f"rollout.max_new_tokens: {new}: {total} tokens, but the model has {positions} positions (max_position_embeddings)"
+        yield (
+            f"rollout.max_new_tokens: {new}: {total} tokens, but the model has {positions} positions "
+            "(max_position_embeddings)"
+        )
     if prompt > config.engine.max_prefill_tokens:
-        yield f"engine.max_prefill_tokens: {config.engine.max_prefill_tokens}: one prompt can have data.max_prompt_tokens = {prompt}"
+        yield (
+            f"engine.max_prefill_tokens: {config.engine.max_prefill_tokens}: one prompt can have "
+            f"data.max_prompt_tokens = {prompt}"
+        )
 
 
 def _check_sampling(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -139,16 +173,25 @@ def _check_sampling(config: Config, hf_config: Mapping[str, Any]) -> Iterator[st
     narrowing = [f"top_p {rollout.top_p:g}"] if rollout.top_p < 1 else []
     narrowing += [f"top_k {rollout.top_k}"] if rollout.top_k > 0 else []
     if narrowing:
-        why = f"with rollout.{' and '.join(narrowing)} the engine's log-probs are over the tokens it kept, the actor's over all"
+        why = (
+            f"with rollout.{' and '.join(narrowing)} the engine's log-probs are over the tokens it kept, "
+            "the actor's over all"
+        )
         if config.algorithm.old_logprobs == "engine":
             yield f"algorithm.old_logprobs: engine: {why}; take actor, or top_p 1 and top_k 0"
         if rollout.max_logprob_gap is not None:
-            yield f"rollout.max_logprob_gap: {rollout.max_logprob_gap:g}: {why}; leave it out, or take top_p 1 and top_k 0"
+            yield (
+                f"rollout.max_logprob_gap: {rollout.max_logprob_gap:g}: {why}; leave it out, or take "
+                "top_p 1 and top_k 0"
+            )
     vocabulary = hf_config.get("vocab_size")
     if isinstance(vocabulary, int):
         beyond = [token for token in rollout.stop_token_ids if not 0 <= token < vocabulary]
         if beyond:
-            yield f"rollout.stop_token_ids: {', '.join(map(str, beyond))}: the model's token ids are 0 to {vocabulary - 1}"
+            yield (
+                f"rollout.stop_token_ids: {', '.join(map(str, beyond))}: the model's token ids are 0 to "
+                f"{vocabulary - 1}"
+            )
 
 
 def _check_algorithm(config: Config) -> Iterator[str]:
@@ -162,19 +205,29 @@ def _check_algorithm(config: Config) -> Iterator[str]:
     if algorithm.overlong.penalty > 0:
         buffer = algorithm.overlong.buffer_tokens
         if buffer is None and rollout.max_new_tokens < 5:
-            yield f"algorithm.overlong.buffer_tokens: missing; a fifth of rollout.max_new_tokens = {rollout.max_new_tokens} is no token"
+            yield (
+                "algorithm.overlong.buffer_tokens: missing; a fifth of rollout.max_new_tokens = "
+                f"{rollout.max_new_tokens} is no token"
+            )
         if buffer is not None and buffer >= rollout.max_new_tokens:
-            yield f"algorithm.overlong.buffer_tokens: {buffer}: must be less than rollout.max_new_tokens = {rollout.max_new_tokens}"
+            yield (
+                f"algorithm.overlong.buffer_tokens: {buffer}: must be less than rollout.max_new_tokens = "
+                f"{rollout.max_new_tokens}"
+            )
     if rollout.max_policy_age > 0 and not algorithm.correction.enabled and algorithm.old_logprobs == "actor":
         yield (
-            f"rollout.off_policy: {rollout.off_policy}: completions come from older weights, and nothing corrects for it; set "
-            "algorithm.correction (say, importance: token), or algorithm.old_logprobs: engine, whose ratio holds the difference"
+            f"rollout.off_policy: {rollout.off_policy}: completions come from older weights, and nothing "
+            "corrects for it; set "
+            "algorithm.correction (say, importance: token), or algorithm.old_logprobs: engine, whose ratio "
+            "holds the difference"
         )
     updates = config.run.steps * config.update.mini_batches_per_step * config.update.epochs_per_step
     if config.optimizer.warmup_steps >= updates:
         yield (
-            f"optimizer.warmup_steps: {config.optimizer.warmup_steps}: must be less than the {updates} optimizer updates of the run "
-            f"(run.steps {config.run.steps} * {config.update.mini_batches_per_step} mini-batches * {config.update.epochs_per_step} epochs)"
+            f"optimizer.warmup_steps: {config.optimizer.warmup_steps}: must be less than the {updates} "
+            "optimizer updates of the run "
+            f"(run.steps {config.run.steps} * {config.update.mini_batches_per_step} mini-batches * "
+            f"{config.update.epochs_per_step} epochs)"
         )
 
 
@@ -193,20 +246,32 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     sets = [held_out.name for held_out in config.evaluation.sets]
     if checkpoint.keep_best and checkpoint.best_metric not in sets:
-        allowed = f"one of evaluation.sets: {', '.join(sets)}" if sets else "the name of a held-out set, and evaluation.sets has none"
+        allowed = (
+            f"one of evaluation.sets: {', '.join(sets)}"
+            if sets
+            else ("the name of a held-out set, and evaluation.sets has none")
+        )
         yield f"checkpoint.best_metric: {checkpoint.best_metric or 'missing'}: keep_best needs {allowed}"
     places = set(field_places(Config))
     for name in config.run.allow_config_changes:
         if name not in places:
-            yield f"run.allow_config_changes: {name}: no section or field; written as section or section.field"
+            yield (
+                f"run.allow_config_changes: {name}: no section or field; written as section or section.field"
+            )
 
 
 def _check_spikes(config: Config) -> Iterator[str]:
     spikes = config.spikes
     if spikes.action == "roll_back" and config.checkpoint.every == 0:
         yield "spikes.action: roll_back: needs checkpoints to go back to; set checkpoint.every"
-    if spikes.action != "warn" and spikes.loss_factor is spikes.grad_norm_factor is spikes.reward_fraction is None:
-        yield f"spikes.action: {spikes.action}: nothing is judged; set loss_factor, grad_norm_factor or reward_fraction"
+    if (
+        spikes.action != "warn"
+        and spikes.loss_factor is spikes.grad_norm_factor is spikes.reward_fraction is None
+    ):
+        yield (
+            f"spikes.action: {spikes.action}: nothing is judged; set loss_factor, grad_norm_factor or "
+            "reward_fraction"
+        )
 
 
 def _check_hardware(config: Config, hardware: Hardware) -> Iterator[str]:
@@ -214,6 +279,12 @@ def _check_hardware(config: Config, hardware: Hardware) -> Iterator[str]:
     if not missing:
         return
     if config.precision.recipe in FP8_ALIGNMENT:
-        yield f"precision.recipe: {config.precision.recipe}: needs Transformer Engine on CUDA; missing here: {missing}; use fp32 or bf16"
+        yield (
+            f"precision.recipe: {config.precision.recipe}: needs Transformer Engine on CUDA; missing "
+            f"here: {missing}; use fp32 or bf16"
+        )
     if config.model.attention == "te":
-        yield f"model.attention: te: needs Transformer Engine on CUDA; missing here: {missing}; use auto or local"
+        yield (
+            f"model.attention: te: needs Transformer Engine on CUDA; missing here: {missing}; use auto or "
+            "local"
+        )

@@ -16,7 +16,10 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
     """Yield what is wrong, one line each."""
     engine = config.engine
     if engine.sleep_while_training and config.rollout.off_policy != "synchronous":
-        yield f"engine.sleep_while_training: true: rollout.off_policy {config.rollout.off_policy} generates during updates"
+        yield (
+            f"engine.sleep_while_training: true: rollout.off_policy {config.rollout.off_policy} generates "
+            "during updates"
+        )
     if engine.name in EMBEDDED_ENGINES:
         yield from _check_unused(engine)
         yield from _check_unused_weights(config)
@@ -30,25 +33,35 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
     for field in ("start_timeout_seconds", "request_timeout_seconds"):
         limit = config.run.collective_timeout_seconds
         if getattr(engine, field) >= limit:
-            yield f"engine.{field}: {getattr(engine, field):g}: other ranks wait only run.collective_timeout_seconds = {limit}; take less"
+            yield (
+                f"engine.{field}: {getattr(engine, field):g}: other ranks wait only "
+                f"run.collective_timeout_seconds = {limit}; take less"
+            )
     yield from _check_tensor_parallel(engine, hf_config)
     yield from _check_quantization(config, hf_config)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if engine.max_model_len is not None and engine.max_model_len < longest:
         yield (
-            f"engine.max_model_len: {engine.max_model_len}: data.max_prompt_tokens {config.data.max_prompt_tokens} + "
+            f"engine.max_model_len: {engine.max_model_len}: data.max_prompt_tokens "
+            f"{config.data.max_prompt_tokens} + "
             f"rollout.max_new_tokens {config.rollout.max_new_tokens} = {longest}"
         )
     positions = hf_config.get("max_position_embeddings")
     if engine.max_model_len is not None and isinstance(positions, int) and engine.max_model_len > positions:
-        yield f"engine.max_model_len: {engine.max_model_len}: the model has {positions} positions (max_position_embeddings)"
+        yield (
+            f"engine.max_model_len: {engine.max_model_len}: the model has {positions} positions "
+            "(max_position_embeddings)"
+        )
 
 
 def _check_unused(engine: EngineConfig) -> Iterator[str]:
     default = EngineConfig()
     for field in EngineConfig.model_fields:
         if field not in _EVERY_ENGINE and getattr(engine, field) != getattr(default, field):
-            yield f"engine.{field}: {getattr(engine, field)}: engine.name {engine.name} lives in the ranks, it has no server"
+            yield (
+                f"engine.{field}: {getattr(engine, field)}: engine.name {engine.name} lives in the ranks, "
+                "it has no server"
+            )
 
 
 def _check_probe(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -62,7 +75,10 @@ def _check_probe(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
     }
     for name, limit in limits.items():
         if isinstance(limit, int) and needed > limit:
-            yield f"weights.probe_tokens: {config.weights.probe_tokens}: with a prompt of {PROBE_PROMPT_TOKENS}, more than {name} = {limit}"
+            yield (
+                f"weights.probe_tokens: {config.weights.probe_tokens}: with a prompt of "
+                f"{PROBE_PROMPT_TOKENS}, more than {name} = {limit}"
+            )
 
 
 def _check_unused_weights(config: Config) -> Iterator[str]:
@@ -70,15 +86,23 @@ def _check_unused_weights(config: Config) -> Iterator[str]:
     for field in WeightsConfig.model_fields:
         if field != "bucket_bytes" and getattr(config.weights, field) != getattr(default, field):
             value, engine = getattr(config.weights, field), config.engine.name
-            yield f"weights.{field}: {value}: engine.name {engine} lives in the ranks, weights are copied into it directly"
+            yield (
+                f"weights.{field}: {value}: engine.name {engine} lives in the ranks, weights are copied "
+                "into it directly"
+            )
 
 
 def _check_replicas(engine: EngineConfig, world_size: int) -> Iterator[str]:
     if engine.addresses and engine.replicas not in (1, len(engine.addresses)):
-        yield f"engine.replicas: {engine.replicas}: engine.addresses names {len(engine.addresses)}; leave one of them out"
+        yield (
+            f"engine.replicas: {engine.replicas}: engine.addresses names {len(engine.addresses)}; leave "
+            "one of them out"
+        )
     if engine.num_replicas > world_size:
         place = "addresses" if engine.addresses else "replicas"
-        yield f"engine.{place}: {engine.num_replicas} replicas: at most one for each of the {world_size} ranks"
+        yield (
+            f"engine.{place}: {engine.num_replicas} replicas: at most one for each of the {world_size} ranks"
+        )
     for position, address in enumerate(engine.addresses):
         try:
             parts = urlsplit(address)
@@ -96,9 +120,12 @@ def _check_tensor_parallel(engine: EngineConfig, hf_config: Mapping[str, Any]) -
         return
     groups = hf_config.get("num_key_value_heads") or heads
     if heads % size or (groups % size and size % groups):
-        works = [tp for tp in range(1, heads + 1) if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0)]
+        works = [
+            tp for tp in range(1, heads + 1) if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0)
+        ]
         yield (
-            f"engine.tensor_parallel: {size}: does not divide the model's {heads} attention heads and {groups} key/value heads; "
+            f"engine.tensor_parallel: {size}: does not divide the model's {heads} attention heads and "
+            f"{groups} key/value heads; "
             f"these do: {', '.join(map(str, works))}"
         )
 
@@ -112,7 +139,9 @@ def _check_quantization(config: Config, hf_config: Mapping[str, Any]) -> Iterato
     if config.precision.recipe == "fp32":
         yield f"{place}: servers of such models compute in bfloat16; take precision.recipe bf16"
     if config.weights.layout == "sharded":
-        yield f"{place}: weights.layout sharded has no place for scales; take full, or auto, which is full then"
+        yield (
+            f"{place}: weights.layout sharded has no place for scales; take full, or auto, which is full then"
+        )
     if config.weights.delta:
         yield f"{place}: weights.delta: layers of a quantised model are loaded whole"
     heads, hidden = hf_config.get("num_attention_heads"), hf_config.get("hidden_size")
@@ -120,10 +149,16 @@ def _check_quantization(config: Config, hf_config: Mapping[str, Any]) -> Iterato
         return
     groups = hf_config.get("num_key_value_heads") or heads
     head_dim = hf_config.get("head_dim") or hidden // heads
-    rows = {"query rows": heads * head_dim // engine.tensor_parallel, "key rows": max(groups // engine.tensor_parallel, 1) * head_dim}
+    rows = {
+        "query rows": heads * head_dim // engine.tensor_parallel,
+        "key rows": max(groups // engine.tensor_parallel, 1) * head_dim,
+    }
     for name in ("intermediate_size", "moe_intermediate_size"):
         if isinstance(hf_config.get(name), int):
             rows[name] = hf_config[name] // engine.tensor_parallel
     wrong = [f"{name} {size}" for name, size in rows.items() if size % FP8_BLOCK]
     if wrong:
-        yield f"{place}: an engine rank would hold {', '.join(wrong)}: no multiples of {FP8_BLOCK}, the rows of a block"
+        yield (
+            f"{place}: an engine rank would hold {', '.join(wrong)}: no multiples of {FP8_BLOCK}, the "
+            "rows of a block"
+        )

@@ -11,7 +11,9 @@ from megagrpo.config.schema import Config
 
 
 def read_hf_config(path: str) -> dict[str, Any] | None:
-    """Return the `config.json` of the model folder at `path`, or None where there is none that can be read (`check_files` says why)."""
+    """Return the `config.json` of the model folder at `path`, or None where there is none that can be read
+    (`check_files` says why).
+    """
     try:
         content = json.loads((hf_folder_of(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -37,7 +39,10 @@ def _check_model(path: str) -> Iterator[str]:
     if not folder.is_dir():
         yield f"model.path: {path}: no such folder"
     elif not (hf_folder_of(folder) / "config.json").is_file():
-        yield f"model.path: {path}: no config.json in it; an HF folder has config.json, safetensors and a tokenizer"
+        yield (
+            f"model.path: {path}: no config.json in it; an HF folder has config.json, safetensors and a "
+            "tokenizer"
+        )
     elif read_hf_config(path) is None:
         yield f"model.path: {path}/config.json: not a JSON object"
 

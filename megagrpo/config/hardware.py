@@ -42,5 +42,9 @@ def _torch_cuda_version() -> str | None:
     if spec is None or spec.origin is None:
         return None
     version_file = Path(spec.origin).parent / "version.py"
-    found = re.search(r"^cuda(?:\s*:[^=]*)?\s*=\s*['\"]([^'\"]+)['\"]", version_file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found = re.search(
+        r"^cuda(?:\s*:[^=]*)?\s*=\s*['\"]([^'\"]+)['\"]",
+        version_file.read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
     return found.group(1) if found else None

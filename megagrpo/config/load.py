@@ -1,4 +1,6 @@
-"""From a YAML file with a `base:` chain and dotted overrides to a frozen `Config`, with every mistake reported at once."""
+"""From a YAML file with a `base:` chain and dotted overrides to a frozen `Config`, with every mistake
+reported at once.
+"""
 
 import json
 from pathlib import Path
@@ -17,18 +19,21 @@ BASE = "base"  # the one key of a file that is no section: the file that this on
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Read the file at `path`, its bases, the overrides and the preset; return the checked configuration.
 
-    Later wins: base files, the file itself, overrides. Mappings merge, lists replace. `algorithm.preset` fills only what none of them set.
+    Later wins: base files, the file itself, overrides. Mappings merge, lists replace. `algorithm.preset`
+        fills only what none of them set.
     Relative paths stay relative to the current directory; `base` alone is relative to the file that names it.
 
     Args:
         path: a YAML file.
-        overrides: `section.field=value`, the value in YAML; a number selects an entry of a list (`rewards.functions.0.weight=2`).
+        overrides: `section.field=value`, the value in YAML; a number selects an entry of a list
+            (`rewards.functions.0.weight=2`).
 
     Raises:
         ConfigError: one line per mistake.
 
     Example:
-        >>> config = load_config("configs/gsm8k.yaml", ["rollout.temperature=0.8", "parallel.tp=2"])  # doctest: +SKIP
+        >>> config = load_config("configs/gsm8k.yaml", ["rollout.temperature=0.8", "parallel.tp=2"])  #
+        doctest: +SKIP
     """
     raw = read_with_bases(Path(path))
     problems: list[str] = []
@@ -40,7 +45,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     _drop_empty_sections(raw, Config)
     raw = _fill_from_preset(raw, problems)
     try:
-        # JSON input makes pydantic strict about types ("8" is no number, true no integer) while it still takes lists for tuples.
+        # JSON input makes pydantic strict about types ("8" is no number, true no integer) while it still
+        # takes lists for tuples.
         config = Config.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
         problems.extend(describe_errors(error, Config))
@@ -50,7 +56,9 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
 
 def dump_config(config: Config) -> str:
-    """Return `config` as YAML with every field written out; `load_config` reads it back to an equal Config."""
+    """Return `config` as YAML with every field written out; `load_config` reads it back to an equal
+    Config.
+    """
     return format_yaml(config.model_dump(mode="json"))
 
 
@@ -65,7 +73,9 @@ def read_with_bases(path: Path) -> dict[str, Any]:
     current: Path | None = path
     while current is not None:
         if current.resolve() in [seen.resolve() for seen in visited]:
-            raise ConfigError([f"{visited[-1]}: base: a circle: {' -> '.join(str(seen) for seen in [*visited, current])}"])
+            raise ConfigError(
+                [f"{visited[-1]}: base: a circle: {' -> '.join(str(seen) for seen in [*visited, current])}"]
+            )
         if visited and not current.exists():
             raise ConfigError([f"{visited[-1]}: base: {current}: no such file"])
         visited.append(current)
@@ -91,10 +101,12 @@ def merge(target: dict[str, Any], source: dict[str, Any]) -> None:
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Write one `section.field=value` into `raw` in place; whether the name exists is for the validation to say.
+    """Write one `section.field=value` into `raw` in place; whether the name exists is for the validation to
+    say.
 
     Raises:
-        ConfigError: there is no `=`, no name, the value is not YAML, or the number of a list entry is too large.
+        ConfigError: there is no `=`, no name, the value is not YAML, or the number of a list entry is too
+            large.
     """
     place, equals, text = override.partition("=")
     keys = place.strip().split(".")
@@ -107,7 +119,12 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         if isinstance(node, list):
             if not key.isdigit() or int(key) >= len(node):
                 where = ".".join(keys[:depth])
-                raise ConfigError([f"{place}: {where} is a list of {len(node)}: its entries are {where}.0 to {where}.{len(node) - 1}"])
+                raise ConfigError(
+                    [
+                        f"{place}: {where} is a list of {len(node)}: its entries are {where}.0 "
+                        f"to {where}.{len(node) - 1}"
+                    ]
+                )
             index: Any = int(key)
         else:
             index = key
@@ -141,16 +158,22 @@ def _drop_empty_sections(raw: dict[str, Any], model: type[BaseModel]) -> None:
 
 
 def _fill_from_preset(raw: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Let `algorithm.preset` fill what the user left out; a malformed file is left for the validation to describe."""
+    """Let `algorithm.preset` fill what the user left out; a malformed file is left for the validation to
+    describe.
+    """
     algorithm = raw.get("algorithm")
     if not isinstance(algorithm, dict) or not isinstance(algorithm.get("preset"), str):
         return raw
     if not all(isinstance(section, dict) for section in raw.values()):
         return raw
-    from megagrpo.algorithms.presets import apply_preset  # lazy: the config package stands below the algorithms
+    # lazy: the config package stands below the algorithms
+    from megagrpo.algorithms.presets import apply_preset
 
     try:
         return apply_preset(raw)
     except UserError as error:
-        problems.extend(line if line.startswith("algorithm.preset") else f"algorithm.preset: {line}" for line in str(error).splitlines())
+        problems.extend(
+            line if line.startswith("algorithm.preset") else f"algorithm.preset: {line}"
+            for line in str(error).splitlines()
+        )
         return raw

@@ -44,7 +44,10 @@ def describe_errors(error: ValidationError, root: type[BaseModel]) -> list[str]:
     items = error.errors(include_url=False)
     lines: list[str] = []
     for item in items:
-        below = any(len(other["loc"]) > len(item["loc"]) and other["loc"][: len(item["loc"])] == item["loc"] for other in items)
+        below = any(
+            len(other["loc"]) > len(item["loc"]) and other["loc"][: len(item["loc"])] == item["loc"]
+            for other in items
+        )
         if item["type"] == "too_short" and below:
             continue  # the entries are there, they are wrong: pydantic counts the valid ones only
         lines.extend(_describe(item, root))
@@ -60,7 +63,10 @@ def _describe(item: Any, root: type[BaseModel]) -> Iterator[str]:
         yield from (f"{'.'.join([place, *rest])}: missing" for rest in _required_below(location, root))
     elif kind == "literal_error":
         names = _literal_values(context["expected"])
-        yield f"{place}: {format_value(item['input'])}: must be one of {', '.join(names)}{suggestion(str(item['input']), names)}"
+        yield (
+            f"{place}: {format_value(item['input'])}: must be one of "
+            f"{', '.join(names)}{suggestion(str(item['input']), names)}"
+        )
     elif kind in ("model_type", "model_attributes_type"):
         fields = ", ".join(_model_at(location, root).model_fields)
         yield f"{place}: {format_value(item['input'])}: must be a section with some of the fields {fields}"
@@ -70,7 +76,9 @@ def _describe(item: Any, root: type[BaseModel]) -> Iterator[str]:
         yield f"{place}.{text}" if names_field else f"{place}: {text}"
     else:
         allowed = _ALLOWED.get(kind, "is not a value that this field takes")
-        allowed = allowed.format(**{name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()})
+        allowed = allowed.format(
+            **{name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()}
+        )
         if allowed == "must have at least 1 entries":
             allowed = "must have at least one entry"
         yield f"{place}: {format_value(item['input'])}: {allowed}"
@@ -83,7 +91,9 @@ def format_value(value: Any) -> str:
 
 
 def _hint(location: Location, root: type[BaseModel]) -> str:
-    """Where a name that is no field may have been meant: near in its section, elsewhere, or else the section's fields."""
+    """Where a name that is no field may have been meant: near in its section, elsewhere, or else the
+    section's fields.
+    """
     *parents, name = (str(part) for part in location)
     fields = list(_model_at(location[:-1], root).model_fields)
     near = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
@@ -97,7 +107,9 @@ def _hint(location: Location, root: type[BaseModel]) -> str:
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of each field that holds a value (not of sections), in the order of declaration."""
+    """Yield the dotted path of each field that holds a value (not of sections), in the order of
+    declaration.
+    """
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
         if section is None:
@@ -108,7 +120,11 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the model that `annotation` is, or holds as an entry or alternative; None for plain values."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias) and issubclass(annotation, BaseModel):
+    if (
+        isinstance(annotation, type)
+        and not isinstance(annotation, types.GenericAlias)
+        and issubclass(annotation, BaseModel)
+    ):
         return annotation
     if get_origin(annotation) in (tuple, list, Union, types.UnionType):
         return next((found for argument in get_args(annotation) if (found := section_of(argument))), None)
@@ -135,7 +151,9 @@ def _required_below(location: Location, root: type[BaseModel]) -> Iterator[list[
     """The required fields of a missing section; the missing value itself where it is no section."""
     parent = _model_at(location[:-1], root)
     field = parent.model_fields.get(str(location[-1]))
-    section = section_of(field.annotation) if field is not None and get_origin(field.annotation) is None else None
+    section = (
+        section_of(field.annotation) if field is not None and get_origin(field.annotation) is None else None
+    )
     if section is None:
         yield []
         return

@@ -1,4 +1,6 @@
-"""Where a model folder keeps its config and tokenizer: an HF folder itself, a Megatron checkpoint in `hf_files/`. Imports no torch."""
+"""Where a model folder keeps its config and tokenizer: an HF folder itself, a Megatron checkpoint in
+`hf_files/`. Imports no torch.
+"""
 
 from pathlib import Path
 

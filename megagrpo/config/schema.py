@@ -1,7 +1,7 @@
 """The configuration: one frozen section per subsystem. No torch, no Megatron here.
 
-Every value lives in one place; derived values are properties. An unknown key is an error. Checks that need one section only are
-written beside its fields; checks across sections are in `checks.py`.
+Every value lives in one place; derived values are properties. An unknown key is an error. Checks that need
+one section only are written beside its fields; checks across sections are in `checks.py`.
 """
 
 from typing import Annotated, Any, Literal
@@ -9,26 +9,42 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.section import FREE, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import (
+    FREE,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class RunConfig(Section):
     """The run as a whole."""
 
-    dir: Annotated[str, FREE] = Field("runs/run", description="run folder: config, metrics, checkpoints, exports")
+    dir: Annotated[str, FREE] = Field(
+        "runs/run", description="run folder: config, metrics, checkpoints, exports"
+    )
     steps: Annotated[PositiveInt, FREE] = Field(100, description="outer steps: rollout, update, publish")
     seed: NonNegativeInt = Field(0, description="seed of prompt order and sampling")
     resume: Annotated[Literal["auto", "never"], FREE] = Field(
         "auto", description="auto: go on from the newest good checkpoint of the run folder"
     )
-    export_hf: Annotated[bool, FREE] = Field(True, description="write the final weights as an HF folder, DIR/hf")
+    export_hf: Annotated[bool, FREE] = Field(
+        True, description="write the final weights as an HF folder, DIR/hf"
+    )
     allow_config_changes: Annotated[tuple[str, ...], FREE] = Field(
-        (), description="sections or fields, as optimizer.lr, that may differ from the checkpoint's when a run goes on from it"
+        (),
+        description="sections or fields, as optimizer.lr, that may differ from the checkpoint's when a "
+        "run goes on from it",
     )
     deterministic: Annotated[bool, FREE] = Field(
         False, description="two runs are equal to the bit on GPUs too, slower; on the CPU they always are"
     )
-    max_nonfinite_steps: Annotated[PositiveInt, FREE] = Field(3, description="stop after this many skipped (non-finite) updates in a row")
+    max_nonfinite_steps: Annotated[PositiveInt, FREE] = Field(
+        3, description="stop after this many skipped (non-finite) updates in a row"
+    )
     collective_timeout_seconds: Annotated[PositiveInt, FREE] = Field(
         600, description="a collective that waits longer than this ends the run"
     )
@@ -37,8 +53,12 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The pretrained model."""
 
-    path: Annotated[str, FREE] = Field(description="HF folder: config.json, safetensors (sharded or not), tokenizer")
-    tokenizer: Annotated[str | None, FREE] = Field(None, description="tokenizer folder, where it is not the model's")
+    path: Annotated[str, FREE] = Field(
+        description="HF folder: config.json, safetensors (sharded or not), tokenizer"
+    )
+    tokenizer: Annotated[str | None, FREE] = Field(
+        None, description="tokenizer folder, where it is not the model's"
+    )
     attention: Annotated[Literal["auto", "local", "te"], FREE] = Field(
         "auto", description="layer spec: te = Transformer Engine (CUDA only), auto = te where it can be used"
     )
@@ -47,11 +67,19 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Training prompts."""
 
-    source: str = Field(description="JSONL file, or FILE.py:function / package.module:function that returns rows")
+    source: str = Field(
+        description="JSONL file, or FILE.py:function / package.module:function that returns rows"
+    )
     prompt_field: str = Field("prompt", description="column with the prompt: a string, or chat messages")
-    chat_template: bool = Field(False, description="apply the tokenizer's chat template (a string becomes one user message)")
-    max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are handled as `overlong_prompts` says")
-    overlong_prompts: Literal["error", "drop"] = Field("error", description="what happens to prompts over max_prompt_tokens")
+    chat_template: bool = Field(
+        False, description="apply the tokenizer's chat template (a string becomes one user message)"
+    )
+    max_prompt_tokens: PositiveInt = Field(
+        512, description="longer prompts are handled as `overlong_prompts` says"
+    )
+    overlong_prompts: Literal["error", "drop"] = Field(
+        "error", description="what happens to prompts over max_prompt_tokens"
+    )
     shuffle: bool = Field(True, description="a new order each epoch, a function of (seed, epoch) alone")
     limit: PositiveInt | None = Field(None, description="use the first rows only")
 
@@ -61,18 +89,36 @@ class ParallelConfig(Section):
 
     tp: PositiveInt = Field(1, description="tensor parallel size")
     pp: PositiveInt = Field(1, description="pipeline parallel size")
-    vpp: Annotated[int, Field(ge=2)] | None = Field(None, description="model chunks per pipeline stage (interleaved schedule)")
-    layers_first_stage: PositiveInt | None = Field(None, description="layers of the first stage, where it has others than the middle ones")
-    layers_last_stage: PositiveInt | None = Field(None, description="layers of the last stage, where it has others than the middle ones")
-    pipeline_layout: str | None = Field(None, description="every chunk written out, as Et|tt|ttL: E embedding, t layer, L loss")
-    cp: PositiveInt = Field(1, description="context parallel size: the tokens of a micro-batch are shared out")
-    overlap_grad_reduce: bool = Field(False, description="reduce gradients while the last micro-batch's backward runs")
-    overlap_param_gather: bool = Field(False, description="gather updated weights while the next forward runs; needs overlap_grad_reduce")
+    vpp: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="model chunks per pipeline stage (interleaved schedule)"
+    )
+    layers_first_stage: PositiveInt | None = Field(
+        None, description="layers of the first stage, where it has others than the middle ones"
+    )
+    layers_last_stage: PositiveInt | None = Field(
+        None, description="layers of the last stage, where it has others than the middle ones"
+    )
+    pipeline_layout: str | None = Field(
+        None, description="every chunk written out, as Et|tt|ttL: E embedding, t layer, L loss"
+    )
+    cp: PositiveInt = Field(
+        1, description="context parallel size: the tokens of a micro-batch are shared out"
+    )
+    overlap_grad_reduce: bool = Field(
+        False, description="reduce gradients while the last micro-batch's backward runs"
+    )
+    overlap_param_gather: bool = Field(
+        False, description="gather updated weights while the next forward runs; needs overlap_grad_reduce"
+    )
     sp: bool = Field(False, description="sequence parallel (activations between TP regions sharded over tp)")
-    ep: PositiveInt = Field(1, description="expert parallel size: the experts of a layer are shared out over cp * dp ranks")
+    ep: PositiveInt = Field(
+        1, description="expert parallel size: the experts of a layer are shared out over cp * dp ranks"
+    )
     etp: PositiveInt | None = Field(None, description="ranks that split one expert; null: tp")
     moe_dispatcher: Literal["alltoall", "allgather"] = Field(
-        "alltoall", description="how tokens reach their experts; allgather moves every token to every rank, in fewer messages"
+        "alltoall",
+        description="how tokens reach their experts; allgather moves every token to every rank, "
+        "in fewer messages",
     )
 
 
@@ -80,7 +126,9 @@ class PrecisionConfig(Section):
     """Number formats of the actor and the reference."""
 
     recipe: Literal["fp32", "bf16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"] = Field(
-        "fp32", description="bf16 and fp8 keep float32 main parameters and gradients; fp8 needs CUDA and Transformer Engine"
+        "fp32",
+        description="bf16 and fp8 keep float32 main parameters and gradients; fp8 needs CUDA and "
+        "Transformer Engine",
     )
 
 
@@ -89,24 +137,50 @@ class EngineConfig(Section):
 
     name: str = Field("transformers", description="registered engine")
     max_batch_completions: PositiveInt = Field(256, description="completions decoded at once by one replica")
-    max_prefill_tokens: PositiveInt = Field(8192, description="prompt tokens of one prefill batch, padding included")
-    sleep_while_training: bool = Field(False, description="give accelerator memory back during updates; for engines on the actor's devices")
-    python: str | None = Field(None, description="Python of the engine's environment; null: this one, else .engines/NAME of `make engines`")
+    max_prefill_tokens: PositiveInt = Field(
+        8192, description="prompt tokens of one prefill batch, padding included"
+    )
+    sleep_while_training: bool = Field(
+        False, description="give accelerator memory back during updates; for engines on the actor's devices"
+    )
+    python: str | None = Field(
+        None,
+        description="Python of the engine's environment; null: this one, else "
+        ".engines/NAME of `make engines`",
+    )
     replicas: PositiveInt = Field(1, description="servers that are started; they share the prompts")
     tensor_parallel: PositiveInt = Field(1, description="tensor parallel size of one replica")
-    addresses: tuple[str, ...] = Field((), description="servers that run already, as http://HOST:PORT: one replica each, none is started")
-    start_timeout_seconds: PositiveFloat = Field(540.0, description="a server that does not serve by then is an error")
-    request_timeout_seconds: PositiveFloat = Field(300.0, description="longest silence of a server that has requests")
-    max_restarts: NonNegativeInt = Field(3, description="times that a dead server is started anew, over the whole run")
-    max_model_len: PositiveInt | None = Field(None, description="context of the server; null: the model's positions")
+    addresses: tuple[str, ...] = Field(
+        (), description="servers that run already, as http://HOST:PORT: one replica each, none is started"
+    )
+    start_timeout_seconds: PositiveFloat = Field(
+        540.0, description="a server that does not serve by then is an error"
+    )
+    request_timeout_seconds: PositiveFloat = Field(
+        300.0, description="longest silence of a server that has requests"
+    )
+    max_restarts: NonNegativeInt = Field(
+        3, description="times that a dead server is started anew, over the whole run"
+    )
+    max_model_len: PositiveInt | None = Field(
+        None, description="context of the server; null: the model's positions"
+    )
     kv_cache_bytes: PositiveInt | None = Field(
         None, description="key/value cache of a replica; null: 1 GiB on CPUs, the engine's own on GPUs"
     )
     quantization: Literal["none", "fp8_block"] = Field(
-        "none", description="the server's model; fp8_block: linear layers and experts in float8, one scale for 128 x 128 weights"
+        "none",
+        description="the server's model; fp8_block: linear layers and experts in float8, one scale "
+        "for 128 x 128 weights",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="further server arguments: block_size: 32 becomes --block-size 32")
-    offline: bool = Field(False, description="sglang: its process holds sglang.Engine behind a small loop of ours, not SGLang's server")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="further server arguments: block_size: 32 becomes --block-size 32"
+    )
+    offline: bool = Field(
+        False,
+        description="sglang: its process holds sglang.Engine behind a small loop of ours, not SGLang's "
+        "server",
+    )
 
     @property
     def num_replicas(self) -> int:
@@ -115,28 +189,43 @@ class EngineConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How new weights reach the engines. From `layout` on: of engines in processes of their own only (vllm, sglang)."""
+    """How new weights reach the engines. From `layout` on: of engines in processes of their own only
+    (vllm, sglang).
+    """
 
     bucket_bytes: PositiveInt = Field(
-        64 * 2**20, description="weights on their way at once; at most two of these are in memory, for each rank of an engine"
+        64 * 2**20,
+        description="weights on their way at once; at most two of these are in memory, for each rank of an "
+        "engine",
     )
     layout: Literal["auto", "full", "sharded"] = Field(
         "auto",
-        description="full: whole tensors, cut by the engine's loader; sharded: each engine rank gets its slices alone; auto: sharded "
+        description="full: whole tensors, cut by the engine's loader; sharded: each engine rank gets its "
+        "slices alone; auto: sharded "
         "once a comparison with the loader's result, bit for bit, has passed, else full",
     )
     transport: Literal["auto", "shared_memory", "group", "disk", "ipc"] = Field(
-        "auto", description="auto: shared_memory where all ranks and engines are on one host, else group: straight to the engines' ranks"
+        "auto",
+        description="auto: shared_memory where all ranks and engines are on one host, else group: straight "
+        "to the engines' ranks",
     )
-    folder: str | None = Field(None, description="of transport disk: a folder that engines reach too; null: DIR/weights")
+    folder: str | None = Field(
+        None, description="of transport disk: a folder that engines reach too; null: DIR/weights"
+    )
     delta: bool = Field(
-        False, description="send only what changed since the engines' version, bitwise: blocks, or whole tensors under layout full"
+        False,
+        description="send only what changed since the engines' version, bitwise: blocks, or whole tensors "
+        "under layout full",
     )
     probe_tokens: NonNegativeInt = Field(
-        8, description="log-probs of this many sampled tokens are compared with the trainer's before published weights serve; 0: none are"
+        8,
+        description="log-probs of this many sampled tokens are compared with the trainer's before published "
+        "weights serve; 0: none are",
     )
     probe_max_gap: PositiveFloat | None = Field(
-        None, description="largest |engine - trainer| log-prob of the probe; null: 0.001 with precision fp32, else 0.5"
+        None,
+        description="largest |engine - trainer| log-prob of the probe; null: 0.001 with precision fp32, "
+        "else 0.5",
     )
 
 
@@ -146,22 +235,34 @@ class RolloutConfig(Section):
     prompts_per_step: PositiveInt = Field(32, description="N: groups per step, over all ranks")
     completions_per_prompt: PositiveInt = Field(8, description="G: completions per group")
     max_new_tokens: PositiveInt = Field(256, description="length limit of a completion")
-    temperature: PositiveFloat = Field(1.0, description="sampling temperature, also that of the actor's log-probs")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus; below 1 the engine's log-probs are renormalised")
+    temperature: PositiveFloat = Field(
+        1.0, description="sampling temperature, also that of the actor's log-probs"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="nucleus; below 1 the engine's log-probs are renormalised"
+    )
     top_k: NonNegativeInt = Field(0, description="0 keeps the whole vocabulary")
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
-    stop_token_ids: tuple[int, ...] = Field((), description="token ids that end a completion, beside end-of-sequence")
-    max_logprob_gap: Annotated[PositiveFloat | None, FREE] = Field(
-        None, description="largest |engine - actor| log-prob of a completion that the actor's own weights sampled"
+    stop_token_ids: tuple[int, ...] = Field(
+        (), description="token ids that end a completion, beside end-of-sequence"
     )
-    logprob_gap_action: Annotated[Literal["stop", "warn"], FREE] = Field("stop", description="what a larger gap does")
+    max_logprob_gap: Annotated[PositiveFloat | None, FREE] = Field(
+        None,
+        description="largest |engine - actor| log-prob of a completion that the actor's own weights sampled",
+    )
+    logprob_gap_action: Annotated[Literal["stop", "warn"], FREE] = Field(
+        "stop", description="what a larger gap does"
+    )
     off_policy: Literal["synchronous", "one_step_off"] = Field(
-        "synchronous", description="one_step_off: generate a step's completions while the step before is trained"
+        "synchronous",
+        description="one_step_off: generate a step's completions while the step before is trained",
     )
 
     @property
     def max_policy_age(self) -> int:
-        """Publishes that may lie between the weights that sampled a completion and those that are trained on it."""
+        """Publishes that may lie between the weights that sampled a completion and those that are trained
+        on it.
+        """
         return 1 if self.off_policy == "one_step_off" else 0
 
 
@@ -182,14 +283,24 @@ class OptimizerConfig(Section):
 class UpdateConfig(Section):
     """How a step's samples become optimizer updates."""
 
-    mini_batches_per_step: PositiveInt = Field(1, description="optimizer updates per pass over the step's groups")
+    mini_batches_per_step: PositiveInt = Field(
+        1, description="optimizer updates per pass over the step's groups"
+    )
     epochs_per_step: PositiveInt = Field(1, description="passes over the step's groups")
-    max_tokens_per_microbatch: Annotated[PositiveInt, FREE] = Field(8192, description="never exceeded, alignment padding included")
+    max_tokens_per_microbatch: Annotated[PositiveInt, FREE] = Field(
+        8192, description="never exceeded, alignment padding included"
+    )
     packing: Annotated[bool, FREE] = Field(True, description="false: one sequence per micro-batch")
-    share_prompts: Annotated[bool, FREE] = Field(True, description="compute a group's prompt once per micro-batch (local layer spec only)")
-    recompute: Annotated[Literal["none", "selective", "full"], FREE] = Field("none", description="activation recompute")
+    share_prompts: Annotated[bool, FREE] = Field(
+        True, description="compute a group's prompt once per micro-batch (local layer spec only)"
+    )
+    recompute: Annotated[Literal["none", "selective", "full"], FREE] = Field(
+        "none", description="activation recompute"
+    )
     router_aux_loss_coef: NonNegativeFloat = Field(
-        0.0, description="weight of the balance loss of each expert layer (DeepSeek-V3, Eq. 17, per sequence); 0: none"
+        0.0,
+        description="weight of the balance loss of each expert layer (DeepSeek-V3, Eq. 17, per sequence); "
+        "0: none",
     )
 
 
@@ -206,12 +317,16 @@ class RewardsConfig(Section):
 
     functions: tuple[RewardConfig, ...] = Field(min_length=1)
     workers: Annotated[PositiveInt, FREE] = Field(1, description="reward processes per rank")
-    timeout_seconds: PositiveFloat = Field(10.0, description="a completion that takes longer is killed and scores `failure_value`")
+    timeout_seconds: PositiveFloat = Field(
+        10.0, description="a completion that takes longer is killed and scores `failure_value`"
+    )
     failure_value: float = Field(0.0, description="reward of a completion whose scoring timed out or crashed")
 
 
 class EvaluationSetConfig(Section):
-    """One held-out set. Its metric is the mean of the first reward (mean@k) over `completions_per_prompt` samples."""
+    """One held-out set. Its metric is the mean of the first reward (mean@k) over `completions_per_prompt`
+    samples.
+    """
 
     name: str
     source: str
@@ -231,47 +346,81 @@ class CheckpointConfig(Section):
     """Distributed checkpoints."""
 
     every: NonNegativeInt = Field(0, description="steps between checkpoints; 0 = none")
-    asynchronous: bool = Field(True, description="write in the background from a copy in host memory; false: training waits")
-    keep_last: PositiveInt = Field(2, description="the newest ones; the very newest complete one always stays")
-    keep_every: NonNegativeInt = Field(0, description="checkpoints of steps that are a multiple of it stay for ever; 0 = none")
-    keep_best: NonNegativeInt = Field(0, description="how many of those with the best value of best_metric stay")
-    best_metric: str | None = Field(None, description="held-out set, NAME of evaluation.sets, evaluated at the checkpoint's step")
+    asynchronous: bool = Field(
+        True, description="write in the background from a copy in host memory; false: training waits"
+    )
+    keep_last: PositiveInt = Field(
+        2, description="the newest ones; the very newest complete one always stays"
+    )
+    keep_every: NonNegativeInt = Field(
+        0, description="checkpoints of steps that are a multiple of it stay for ever; 0 = none"
+    )
+    keep_best: NonNegativeInt = Field(
+        0, description="how many of those with the best value of best_metric stay"
+    )
+    best_metric: str | None = Field(
+        None, description="held-out set, NAME of evaluation.sets, evaluated at the checkpoint's step"
+    )
     best_mode: Literal["max", "min"] = Field("max", description="which value of best_metric is best")
-    hf_every: NonNegativeInt = Field(0, description="steps between HF exports of the same weights, CHECKPOINT/hf; 0 = none")
-    save_reference: bool = Field(False, description="write the reference weights too; otherwise they are named by source and checksum")
+    hf_every: NonNegativeInt = Field(
+        0, description="steps between HF exports of the same weights, CHECKPOINT/hf; 0 = none"
+    )
+    save_reference: bool = Field(
+        False, description="write the reference weights too; otherwise they are named by source and checksum"
+    )
 
 
 class TelemetryConfig(Section):
     """What is written while the run goes."""
 
     tensorboard: bool = True
-    completions_every: NonNegativeInt = Field(10, description="steps between samples in DIR/completions; 0 = none")
+    completions_every: NonNegativeInt = Field(
+        10, description="steps between samples in DIR/completions; 0 = none"
+    )
     completions_count: PositiveInt = Field(8, description="completions written each time")
 
 
 class WatchdogConfig(Section):
-    """A phase that takes longer than its budget ends the run, with the Python stacks of all ranks in DIR/stacks."""
+    """A phase that takes longer than its budget ends the run, with the Python stacks of all ranks in
+    DIR/stacks.
+    """
 
-    factor: PositiveFloat = Field(20.0, description="budget of a phase: this many times the median of its recent durations, ...")
+    factor: PositiveFloat = Field(
+        20.0, description="budget of a phase: this many times the median of its recent durations, ..."
+    )
     floor_seconds: PositiveFloat = Field(300.0, description="... at least this, ...")
-    limit_seconds: PositiveFloat = Field(7200.0, description="... at most this, which is also the budget of a phase's first run")
+    limit_seconds: PositiveFloat = Field(
+        7200.0, description="... at most this, which is also the budget of a phase's first run"
+    )
 
 
 class SpikesConfig(Section):
-    """Updates and steps that leave the run's own track, judged against the running median of the last `window` of their kind."""
+    """Updates and steps that leave the run's own track, judged against the running median of the last
+    `window` of their kind.
+    """
 
     loss_factor: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="an update whose |loss| is over this many times the median, and over 1, is a spike; null: not judged"
+        None,
+        description="an update whose |loss| is over this many times the median, and over 1, is a spike; "
+        "null: not judged",
     )
     grad_norm_factor: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="an update whose gradient norm is over this many times the median is a spike; null: not judged"
+        None,
+        description="an update whose gradient norm is over this many times the median is a spike; null: not "
+        "judged",
     )
     reward_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="a step whose mean reward is under this fraction of a positive median has collapsed; null: not judged"
+        None,
+        description="a step whose mean reward is under this fraction of a positive median has collapsed; "
+        "null: not judged",
     )
-    window: Annotated[int, Field(ge=2)] = Field(32, description="values of a median; nothing is judged before half of them are there")
+    window: Annotated[int, Field(ge=2)] = Field(
+        32, description="values of a median; nothing is judged before half of them are there"
+    )
     action: Literal["warn", "skip", "roll_back"] = Field(
-        "warn", description="skip: the update is not applied; roll_back: on from the newest checkpoint, with the prompts that come next"
+        "warn",
+        description="skip: the update is not applied; roll_back: on from the newest checkpoint, with the "
+        "prompts that come next",
     )
     max_roll_backs: PositiveInt = Field(3, description="one more ends the run")
 

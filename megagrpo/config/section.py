@@ -15,8 +15,9 @@ class _Free:
     """The type of `FREE`."""
 
 
-# Marks a field, or a whole section, that may differ when a run goes on from a checkpoint: Annotated[PositiveInt, FREE]. It changes where
-# and how fast things are computed, or what is reported, not what is learned.
+# Marks a field, or a whole section, that may differ when a run goes on from a checkpoint:
+# Annotated[PositiveInt, FREE]. It changes where and how fast things are computed, or what is reported, not
+# what is learned.
 FREE = _Free()
 
 

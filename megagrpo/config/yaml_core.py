@@ -1,6 +1,7 @@
 """YAML 1.2 core-schema reading and writing, without the surprises of YAML 1.1.
 
-`1e-6` is a number, `no` and `off` are strings, dates stay strings, and a key written twice in one mapping is an error.
+`1e-6` is a number, `no` and `off` are strings, dates stay strings, and a key written twice in one mapping is
+an error.
 """
 
 import re
@@ -24,7 +25,8 @@ _SCALARS = (
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict] = {}  # filled below; the inherited YAML 1.1 table must not be shared
+    # filled below; the inherited YAML 1.1 table must not be shared
+    yaml_implicit_resolvers: ClassVar[dict] = {}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -46,9 +48,13 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
         if isinstance(key, (list, dict)):
-            raise yaml.constructor.ConstructorError(None, None, "a key must be a single value", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key must be a single value", key_node.start_mark
+            )
         if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key} is written twice", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key} is written twice", key_node.start_mark
+            )
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -99,10 +105,14 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError([f"{path}: must hold sections of fields (`section:` with `field: value` lines below)"])
+        raise ConfigError(
+            [f"{path}: must hold sections of fields (`section:` with `field: value` lines below)"]
+        )
     return content
 
 
 def format_yaml(content: Any) -> str:
-    """Return `content` as block-style YAML that `parse_yaml` reads back to an equal value; keys keep their order."""
+    """Return `content` as block-style YAML that `parse_yaml` reads back to an equal value; keys keep their
+    order.
+    """
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

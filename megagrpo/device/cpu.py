@@ -2,11 +2,12 @@
 
 Two layers, both absent where CUDA is available:
 
-* `install()`: once per process, before megatron.core is first imported. Gives a meaning to the `torch.cuda.*` calls that
-  raise without CUDA anyway, so nothing that worked before changes; then applies `megatron_fixes`.
-* `region()`: a context manager around Megatron code. Redirects `device="cuda"`, `.cuda()`, `Tensor.type()` names and
-  `pin_memory` to the CPU. Other libraries in the process (transformers, the engines) are untouched outside it. It costs
-  about 4 us per torch call. The mode is per thread; the CPU backward runs in the calling thread and is covered.
+* `install()`: once per process, before megatron.core is first imported. Gives a meaning to the `torch.cuda.*`
+  calls that raise without CUDA anyway, so nothing that worked before changes; then applies `megatron_fixes`.
+* `region()`: a context manager around Megatron code. Redirects `device="cuda"`, `.cuda()`, `Tensor.type()`
+  names and `pin_memory` to the CPU. Other libraries in the process (transformers, the engines) are untouched
+  outside it. It costs about 4 us per torch call. The mode is per thread; the CPU backward runs in the calling
+  thread and is covered.
 """
 
 import contextlib
@@ -36,7 +37,9 @@ def _is_cuda(device: object) -> bool:
 class CudaToCpu(TorchFunctionMode):
     """Sends every torch call that names a CUDA device to the CPU."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         """Rewrite the arguments of one torch call."""
         if kwargs:
             if _is_cuda(kwargs.get("device")):
@@ -95,7 +98,9 @@ def _stub_cuda() -> None:
 
 
 def _stub_triton_module() -> None:
-    """megatron-core 0.18 and later import Triton unconditionally in one module that dense models never call."""
+    """megatron-core 0.18 and later import Triton unconditionally in one module that dense models never
+    call.
+    """
     if importlib.util.find_spec("triton") is not None:
         return
     name = "megatron.core.transformer.moe.ops.paged_stash"
@@ -106,9 +111,13 @@ def _stub_triton_module() -> None:
 
 @contextlib.contextmanager
 def _identity_torch_compile() -> Iterator[None]:
-    """megatron.core binds `torch.compile` as its jit fuser at the first import: no compiler is wanted on the CPU."""
+    """megatron.core binds `torch.compile` as its jit fuser at the first import: no compiler is wanted on
+    the CPU.
+    """
     real = torch.compile
-    torch.compile = lambda function=None, **kwargs: function if function is not None else (lambda inner: inner)
+    torch.compile = lambda function=None, **kwargs: (
+        function if function is not None else (lambda inner: inner)
+    )
     try:
         yield
     finally:
@@ -118,8 +127,9 @@ def _identity_torch_compile() -> Iterator[None]:
 def _fix_expert_collectives() -> None:
     """Expert dispatch over gloo.
 
-    `maybe_move_tensor_to_cpu` turns the split sizes into numpy only where they come from a GPU; all_to_all_single refuses tensors.
-    `mappings` gathers unequal parts with all_gather and reduce_scatter, which gloo has for equal parts only.
+    `maybe_move_tensor_to_cpu` turns the split sizes into numpy only where they come from a GPU;
+    all_to_all_single refuses tensors. `mappings` gathers unequal parts with all_gather and reduce_scatter,
+    which gloo has for equal parts only.
     """
     import megatron.core.tensor_parallel.mappings as mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -132,7 +142,9 @@ def _fix_expert_collectives() -> None:
     gather_equal, scatter_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     @functools.wraps(gather_equal)
-    def gather(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+    def gather(
+        tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return gather_equal(tensor, group, sizes, use_global_buffer)
         padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
@@ -142,7 +154,9 @@ def _fix_expert_collectives() -> None:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     @functools.wraps(scatter_equal)
-    def reduce_scatter(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+    def reduce_scatter(
+        tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return scatter_equal(tensor, group, sizes, use_global_buffer)
         total = tensor.contiguous().clone()
@@ -175,8 +189,12 @@ def install() -> None:
     import megatron.core.tensor_parallel.random as megatron_random
 
     _fix_expert_collectives()
-    megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
 
 
 def region() -> AbstractContextManager:

@@ -1,4 +1,6 @@
-"""What the rest of the code asks about the device: where tensors live, which backend communicates, what memory was used."""
+"""What the rest of the code asks about the device: where tensors live, which backend communicates, what
+memory was used.
+"""
 
 import contextlib
 import os
@@ -16,16 +18,25 @@ def has_cuda() -> bool:
 
 
 def _quiet_imports() -> None:
-    """Drop warnings that no user can act on: missing Transformer Engine and Apex on the CPU, old collective names inside Megatron."""
+    """Drop warnings that no user can act on: missing Transformer Engine and Apex on the CPU, old
+    collective names inside Megatron.
+    """
     if not has_cuda():
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
+    warnings.filterwarnings(
+        "ignore",
+        category=FutureWarning,
+        message=r"`torch\.distributed\.\w+` is "
+        r"deprecated",
+    )
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecating ShardedTensor")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.")
 
 
 def setup() -> torch.device:
-    """Prepare this process for Megatron-core and return the rank's device. Must run before megatron.core is imported."""
+    """Prepare this process for Megatron-core and return the rank's device. Must run before megatron.core
+    is imported.
+    """
     _quiet_imports()
     if has_cuda():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -42,12 +53,15 @@ def setup() -> torch.device:
 
 
 def backend() -> str:
-    """Return the torch.distributed backend of this device; CUDA ranks keep gloo beside NCCL for CPU tensors."""
+    """Return the torch.distributed backend of this device; CUDA ranks keep gloo beside NCCL for CPU
+    tensors.
+    """
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 def set_deterministic(is_on: bool) -> None:
-    """Let torch use, for this whole process, only algorithms whose result is a function of their inputs; others raise.
+    """Let torch use, for this whole process, only algorithms whose result is a function of their inputs;
+    others raise.
 
     The environment of `launch.set_deterministic_environment` belongs to it on CUDA, and is read before.
     """
@@ -66,7 +80,8 @@ def megatron_region() -> AbstractContextManager:
 
 @contextlib.contextmanager
 def background_stream() -> Iterator[None]:
-    """What a thread beside the main one computes in: on CUDA the rank's device and a stream of its own, after what was queued so far.
+    """What a thread beside the main one computes in: on CUDA the rank's device and a stream of its own, after
+    what was queued so far.
 
     At the end all of it is done. Does nothing on the CPU, where a thread computes when it is called.
     """

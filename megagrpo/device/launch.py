@@ -1,4 +1,6 @@
-"""Thread and OpenMP settings of a rank. They are read once, when torch is loaded: set them before that. No torch here."""
+"""Thread and OpenMP settings of a rank. They are read once, when torch is loaded: set them before that. No
+torch here.
+"""
 
 import os
 import sys
@@ -7,9 +9,10 @@ import sys
 def thread_environment(local_world_size: int, cpu_count: int | None = None) -> dict[str, str]:
     """Return the environment that keeps `local_world_size` ranks from fighting over the cores.
 
-    OpenMP threads that spin while they wait make two ranks on busy cores ten times slower, so waiting threads sleep
-    (OMP_WAIT_POLICY, GOMP_SPINCOUNT), and each rank gets its share of the cores (OMP_NUM_THREADS).
-    CUDA_DEVICE_MAX_CONNECTIONS=1 is what Megatron's overlap of communication and GEMMs needs on GPUs before Blackwell.
+    OpenMP threads that spin while they wait make two ranks on busy cores ten times slower, so waiting threads
+    sleep (OMP_WAIT_POLICY, GOMP_SPINCOUNT), and each rank gets its share of the cores (OMP_NUM_THREADS).
+    CUDA_DEVICE_MAX_CONNECTIONS=1 is what Megatron's overlap of communication and GEMMs needs on GPUs before
+    Blackwell.
     """
     cores = cpu_count or len(os.sched_getaffinity(0))
     return {
@@ -21,8 +24,9 @@ def thread_environment(local_world_size: int, cpu_count: int | None = None) -> d
     }
 
 
-# Read by cuBLAS, NCCL and Transformer Engine when they are first used. cuBLAS sums in one order only with a workspace of fixed size; NCCL
-# picks its algorithm and protocol by measuring, and each sums in another order; Transformer Engine's fastest backward passes use atomics.
+# Read by cuBLAS, NCCL and Transformer Engine when they are first used. cuBLAS sums in one order only with a
+# workspace of fixed size; NCCL picks its algorithm and protocol by measuring, and each sums in another order;
+# Transformer Engine's fastest backward passes use atomics.
 DETERMINISTIC_ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -32,7 +36,9 @@ DETERMINISTIC_ENVIRONMENT = {
 
 
 def set_deterministic_environment() -> None:
-    """Apply DETERMINISTIC_ENVIRONMENT to this process, before anything uses a device; values that the user has set stay."""
+    """Apply DETERMINISTIC_ENVIRONMENT to this process, before anything uses a device; values that the user
+    has set stay.
+    """
     for name, value in DETERMINISTIC_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -40,7 +46,8 @@ def set_deterministic_environment() -> None:
 def set_thread_environment(local_world_size: int) -> None:
     """Apply `thread_environment` to this process; values that the user has set stay.
 
-    torchrun sets OMP_NUM_THREADS=1 where the user has not: that one is replaced when it says nothing (one of several ranks).
+    torchrun sets OMP_NUM_THREADS=1 where the user has not: that one is replaced when it says nothing (one of
+    several ranks).
 
     Raises:
         RuntimeError: torch is already loaded, so the settings would be ignored silently.

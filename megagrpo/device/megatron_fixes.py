@@ -1,7 +1,7 @@
 """Corrections of Megatron-core, each with the upstream fault it works around. They hold on every device.
 
-Each is silent without the fix (wrong numbers, no exception) or breaks a run without Transformer Engine and Apex.
-`tests/distributed` has a case for each that fails without it.
+Each is silent without the fix (wrong numbers, no exception) or breaks a run without Transformer Engine and
+Apex. `tests/distributed` has a case for each that fails without it.
 """
 
 import functools
@@ -15,7 +15,9 @@ _applied = False
 
 
 def apply() -> None:
-    """Apply all fixes. Does nothing the second time; called by `device.setup` once megatron.core can be imported."""
+    """Apply all fixes. Does nothing the second time; called by `device.setup` once megatron.core can be
+    imported.
+    """
     global _applied
     if _applied:
         return
@@ -27,11 +29,13 @@ def apply() -> None:
 
 
 def _fix_checkpoint_writers_that_die() -> None:
-    """The checkpoint writer (0.16.1) forks a process per file and waits without a time-out until each has reported.
+    """The checkpoint writer (0.16.1) forks a process per file and waits without a time-out until each has
+    reported.
 
-    A writer that dies before it reports (a missing psutil is enough: it is used outside the writer's own try) leaves the rank waiting for
-    ever, without a word. Saves are synchronous here, so each rank writes its files itself and an error is an error; later versions write
-    in threads. The queue of the results need then not be a manager process either, whose start costs seconds in the first save.
+    A writer that dies before it reports (a missing psutil is enough: it is used outside the writer's own try)
+    leaves the rank waiting for ever, without a word. Saves are synchronous here, so each rank writes its
+    files itself and an error is an error; later versions write in threads. The queue of the results need then
+    not be a manager process either, whose start costs seconds in the first save.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -39,12 +43,16 @@ def _fix_checkpoint_writers_that_die() -> None:
     if not hasattr(writer, "write_preloaded_data_multiproc"):
         return
 
-    def write_in_this_process(transforms: list, use_msc: bool, rank: int, write_buckets: list, global_results_queue: Any) -> None:
+    def write_in_this_process(
+        transforms: list, use_msc: bool, rank: int, write_buckets: list, global_results_queue: Any
+    ) -> None:
         results: dict[int, Any] = {}
         for index, bucket in enumerate(write_buckets):
             reported, counted = queue.Queue(), queue.Queue()
             counted.put(index)
-            writer.write_preloaded_data(transforms, index, bucket, reported, counted, use_fsync=True, use_msc=use_msc)
+            writer.write_preloaded_data(
+                transforms, index, bucket, reported, counted, use_fsync=True, use_msc=use_msc
+            )
             _, outcome = reported.get_nowait()
             if isinstance(outcome, Exception):
                 global_results_queue.put(outcome)
@@ -57,7 +65,9 @@ def _fix_checkpoint_writers_that_die() -> None:
 
 
 def _fix_lost_all_reduce() -> None:
-    """`mappings._reduce` (0.16.1) reduces `x.contiguous()` and returns `x`: the sum is lost for a non-contiguous gradient."""
+    """`mappings._reduce` (0.16.1) reduces `x.contiguous()` and returns `x`: the sum is lost for a
+    non-contiguous gradient.
+    """
     import megatron.core.tensor_parallel.mappings as mappings
 
     @functools.wraps(mappings._reduce)
@@ -72,10 +82,12 @@ def _fix_lost_all_reduce() -> None:
 
 
 def _fix_torch_adamw_state() -> None:
-    """DistributedOptimizer with torch's AdamW (no Transformer Engine, no Apex): loading shares ONE `step` tensor among all parameters.
+    """DistributedOptimizer with torch's AdamW (no Transformer Engine, no Apex): loading shares ONE `step`
+    tensor among all parameters.
 
-    The step then grows by the number of parameters at each update and bias correction is wrong after a resume. And the `step`
-    is missing from what `_set_main_param_and_optimizer_states` is given, which raises KeyError.
+    The step then grows by the number of parameters at each update and bias correction is wrong after a
+    resume. And the `step` is missing from what `_set_main_param_and_optimizer_states` is given, which raises
+    KeyError.
     """
     import megatron.core.optimizer.distrib_optimizer as module
 
@@ -104,7 +116,9 @@ def _fix_torch_adamw_state() -> None:
 
 
 def _fix_router_without_te() -> None:
-    """`moe_utils.RouterGatingLinearFunction` (0.16.1) tests a name that its failed import of Transformer Engine never bound: NameError."""
+    """`moe_utils.RouterGatingLinearFunction` (0.16.1) tests a name that its failed import of Transformer
+    Engine never bound: NameError.
+    """
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -112,23 +126,35 @@ def _fix_router_without_te() -> None:
 
 
 def prime_torch_adamw(optimizer: Any) -> None:
-    """Give a never-stepped torch AdamW its zero state: `DistributedOptimizer.state_dict()` asserts that there is one."""
+    """Give a never-stepped torch AdamW its zero state: `DistributedOptimizer.state_dict()` asserts that
+    there is one.
+    """
     for inner in (chained.optimizer for chained in getattr(optimizer, "chained_optimizers", [optimizer])):
         if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
             continue
         for param in (param for group in inner.param_groups for param in group["params"]):
             if not inner.state[param]:
-                inner.state[param] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                inner.state[param] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
 
 
 def check_pipeline_flags(config: Any) -> None:
-    """Assert that the interleaved schedule on two stages does not batch p2p: both directions pair up wrongly and gradients are garbage.
+    """Assert that the interleaved schedule on two stages does not batch p2p: both directions pair up wrongly
+    and gradients are garbage.
 
-    With two stages the previous and the next rank are the same one, and a batch sends both directions over one group: what was meant as
-    an activation is received as a gradient (p2p_communication._batched_p2p_ops). Unbatched, one direction goes over another group.
+    With two stages the previous and the next rank are the same one, and a batch sends both directions over
+    one group: what was meant as an activation is received as a gradient (p2p_communication._batched_p2p_ops).
+        Unbatched, one direction goes over another group.
 
     Args:
         config: TransformerConfig.
     """
-    two_interleaved = config.virtual_pipeline_model_parallel_size is not None and config.pipeline_model_parallel_size == 2
-    assert not (two_interleaved and config.batch_p2p_comm), "vpp on two stages needs batch_p2p_comm=False: batched p2p mixes directions up"
+    two_interleaved = (
+        config.virtual_pipeline_model_parallel_size is not None and config.pipeline_model_parallel_size == 2
+    )
+    assert not (two_interleaved and config.batch_p2p_comm), (
+        "vpp on two stages needs batch_p2p_comm=False: batched p2p mixes directions up"
+    )

@@ -6,17 +6,23 @@ from megagrpo.config.schema import EvaluationSetConfig, RolloutConfig
 from megagrpo.rollout.generation import RolloutGenerator, RolloutRequest
 from megagrpo.types import Prompt, SamplingParams
 
-# Evaluations draw from a stream of their own, the same at every step: two evaluations differ by the weights alone.
+# Evaluations draw from a stream of their own, the same at every step: two evaluations differ by the weights
+# alone.
 EVALUATION_SEED_OFFSET = 1 << 32
 
 
 def evaluate_set(
-    generator: RolloutGenerator, config: EvaluationSetConfig, prompts: Sequence[Prompt], rollout: RolloutConfig, seed: int
+    generator: RolloutGenerator,
+    config: EvaluationSetConfig,
+    prompts: Sequence[Prompt],
+    rollout: RolloutConfig,
+    seed: int,
 ) -> dict[str, float]:
     """Sample and score one held-out set. Collective over all ranks.
 
     Returns:
-        The mean over all completions of the first reward's value (mean@k) under `eval/NAME`, and the mean completion length.
+        The mean over all completions of the first reward's value (mean@k) under `eval/NAME`, and the mean
+        completion length.
     """
     sampling = SamplingParams(
         max_new_tokens=rollout.max_new_tokens,

@@ -1,4 +1,6 @@
-"""Accuracy over several samples of one prompt: pass@k, maj@k, mean@k. Pure; averages over prompts are the caller's."""
+"""Accuracy over several samples of one prompt: pass@k, maj@k, mean@k. Pure; averages over prompts are the
+caller's.
+"""
 
 from collections.abc import Hashable, Sequence
 from math import comb
@@ -7,8 +9,8 @@ from math import comb
 def compute_pass_at_k(correct: int, samples: int, k: int) -> float:
     """Return the unbiased estimate of the probability that at least one of k samples is right.
 
-    1 - C(n - c, k) / C(n, k), with c of n samples right (Chen et al. 2021, arXiv 2107.03374, Eq. 1). Exact integers: no product of
-    many factors that loses digits.
+    1 - C(n - c, k) / C(n, k), with c of n samples right (Chen et al. 2021, arXiv 2107.03374, Eq. 1). Exact
+    integers: no product of many factors that loses digits.
 
     Args:
         correct: c, 0 <= c <= n.
@@ -29,10 +31,11 @@ def compute_pass_at_k(correct: int, samples: int, k: int) -> float:
 
 
 def compute_maj_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int) -> float:
-    """Return whether the most frequent of the first k answers is right: 1.0 or 0.0, or a fraction where several are equally frequent.
+    """Return whether the most frequent of the first k answers is right: 1.0 or 0.0, or a fraction where
+    several are equally frequent.
 
-    A tie counts as drawing one of the tied answers at random. An answer of None (nothing could be extracted) has no vote; without any
-    vote the result is 0.0. Self-consistency: Wang et al. 2022, arXiv 2203.11171.
+    A tie counts as drawing one of the tied answers at random. An answer of None (nothing could be extracted)
+    has no vote; without any vote the result is 0.0. Self-consistency: Wang et al. 2022, arXiv 2203.11171.
 
     Args:
         answers: the extracted answer of each sample.

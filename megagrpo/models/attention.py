@@ -12,7 +12,9 @@ from megagrpo.parallel.token_shard import all_gather_tokens
 
 
 class PackedTreeAttention(MegatronModule):
-    """`core_attention` without Transformer Engine: grouped-query attention of each tree, nothing across trees."""
+    """`core_attention` without Transformer Engine: grouped-query attention of each tree, nothing across
+    trees.
+    """
 
     def __init__(
         self,
@@ -38,10 +40,12 @@ class PackedTreeAttention(MegatronModule):
         packed_seq_params: PackedTrees,
         **unused: Any,
     ) -> torch.Tensor:
-        """Attend. Collective over the context parallel group: keys and values of all ranks are gathered in one all-gather.
+        """Attend. Collective over the context parallel group: keys and values of all ranks are gathered in
+        one all-gather.
 
         Args:
-            query: [T / cp, 1, heads, head_dim]; key, value: [T / cp, 1, groups, head_dim], all of this tp and cp rank.
+            query: [T / cp, 1, heads, head_dim]; key, value: [T / cp, 1, groups, head_dim], all of this tp and
+                cp rank.
             attention_mask: not used; the trees say who sees whom.
             packed_seq_params: the layout of the T tokens.
 
@@ -59,14 +63,23 @@ class PackedTreeAttention(MegatronModule):
         output = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         return output[packed_seq_params.inverse_order].flatten(1).unsqueeze(1)
 
-    def _attend_run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run) -> torch.Tensor:
+    def _attend_run(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run
+    ) -> torch.Tensor:
         keys, values = (torch.cat([part[run.prompt], part[run.branch]]) for part in (key, value))
         rows = query[run.rows]
-        visible = len(keys) - (run.branch.stop - run.branch.start) + run.first  # columns before the first row's own
-        mask = None if run.is_causal else torch.ones(len(rows), len(keys), dtype=torch.bool, device=query.device).tril(visible)
+        # columns before the first row's own
+        visible = len(keys) - (run.branch.stop - run.branch.start) + run.first
+        mask = (
+            None
+            if run.is_causal
+            else torch.ones(len(rows), len(keys), dtype=torch.bool, device=query.device).tril(visible)
+        )
         return self._attend(rows[None], keys[None], values[None], mask)[0]
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """[n, Q, heads, d] x [n, S, groups, d] -> [n, Q, heads, d]; causal where there is no mask."""
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         output = F.scaled_dot_product_attention(

@@ -24,8 +24,8 @@ from megagrpo.models.spec import build_block_spec, canonical_name
 from megagrpo.parallel.groups import ParallelGroups
 from megagrpo.parallel.layout import ParallelLayout
 
-# The vocabulary is padded to a multiple of this and of tp, so that all usual tp sizes share one padded size and a checkpoint
-# written in one layout has the shapes of the others.
+# The vocabulary is padded to a multiple of this and of tp, so that all usual tp sizes share one padded size
+# and a checkpoint written in one layout has the shapes of the others.
 VOCAB_MULTIPLE = 16
 
 
@@ -33,7 +33,8 @@ VOCAB_MULTIPLE = 16
 class StageModel:
     """This rank's part of a model, and what is needed to read its parameters as HF tensors."""
 
-    chunks: tuple[GPTModel, ...]  # one, or several under interleaving; in the order in which the stage runs them
+    # one, or several under interleaving; in the order in which the stage runs them
+    chunks: tuple[GPTModel, ...]
     hf: HFConfig
     config: TransformerConfig
     dims: Dimensions
@@ -52,7 +53,11 @@ class StageModel:
 
     def shard(self, rule: ParameterRule) -> tuple[int, int]:
         """Return (ranks that a parameter is split over, this rank's place among them)."""
-        return (self.groups.etp.size(), self.groups.etp_rank) if rule.is_expert else (self.tp, self.groups.tp_rank)
+        return (
+            (self.groups.etp.size(), self.groups.etp_rank)
+            if rule.is_expert
+            else (self.tp, self.groups.tp_rank)
+        )
 
     def named_rules(self) -> list[tuple[str, ParameterRule, int | None, torch.nn.Parameter]]:
         """Return (canonical name, rule, global layer or None, parameter) of every parameter of this stage."""
@@ -74,8 +79,13 @@ class StageModel:
         return self.chunks[-1].output_layer.weight
 
     def sharded_state_dict(self, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return what a distributed checkpoint holds of this stage. Shards carry global names, so any layout reads them."""
-        return {f"chunk_{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(self.chunks)}
+        """Return what a distributed checkpoint holds of this stage. Shards carry global names, so any
+        layout reads them.
+        """
+        return {
+            f"chunk_{number}": chunk.sharded_state_dict(metadata=metadata)
+            for number, chunk in enumerate(self.chunks)
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take in what was loaded in the form of `sharded_state_dict`."""
@@ -101,7 +111,8 @@ def build_transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's configuration of a model.
 
-    `calculate_per_token_loss` makes Megatron sum losses and gradients over micro-batches and data parallel ranks without any
+    `calculate_per_token_loss` makes Megatron sum losses and gradients over micro-batches and data parallel
+    ranks without any
     division: every division is in our token weights.
     """
     fields: dict[str, Any] = {
@@ -144,14 +155,17 @@ def build_transformer_config(
     elif recompute == "selective":
         fields |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     config = TransformerConfig(**{**fields, **overrides})
-    # Set afterwards: Megatron refuses `allgather` with variable lengths, which the dispatcher in experts.py can.
+    # Set afterwards: Megatron refuses `allgather` with variable lengths, which the dispatcher in experts.py
+    # can.
     config.moe_token_dispatcher_type = moe_dispatcher
     check_pipeline_flags(config)
     return config
 
 
 def pipeline_fields(layout: ParallelLayout, num_layers: int) -> dict[str, Any]:
-    """Return the TransformerConfig fields that cut the layers into pipeline chunks; any split is written out."""
+    """Return the TransformerConfig fields that cut the layers into pipeline chunks; any split is written
+    out.
+    """
     if layout.pp == 1:
         return {}
     chunks = [["decoder"] * layers for layers in layout.chunk_layers(num_layers)]
@@ -166,11 +180,19 @@ def pipeline_fields(layout: ParallelLayout, num_layers: int) -> dict[str, Any]:
     }
 
 
-def build_stage_model(hf: HFConfig, config: TransformerConfig, groups: ParallelGroups, device: torch.device, use_te: bool) -> StageModel:
-    """Build this rank's GPTModel chunks with untouched (random) weights. Their output is hidden states, see `return_hidden_states`."""
+def build_stage_model(
+    hf: HFConfig, config: TransformerConfig, groups: ParallelGroups, device: torch.device, use_te: bool
+) -> StageModel:
+    """Build this rank's GPTModel chunks with untouched (random) weights. Their output is hidden states,
+    see `return_hidden_states`.
+    """
     families.load_all()
     dims = Dimensions(
-        hf.num_attention_heads, hf.num_query_groups, hf.head_dim, hf.vocab_size, padded_vocab_size(hf.vocab_size, groups.tp.size())
+        hf.num_attention_heads,
+        hf.num_query_groups,
+        hf.head_dim,
+        hf.vocab_size,
+        padded_vocab_size(hf.vocab_size, groups.tp.size()),
     )
     last = (groups.layout.vpp or 1) - 1
     chunks = []
@@ -193,39 +215,56 @@ def build_stage_model(hf: HFConfig, config: TransformerConfig, groups: ParallelG
         chunks.append(chunk)
     if groups.is_last_stage:
         return_hidden_states(chunks[-1])
-    model = StageModel(tuple(chunks), hf, config, dims, RuleTable(FAMILIES.get(hf.model_type).parameter_rules(hf)), groups)
+    model = StageModel(
+        tuple(chunks), hf, config, dims, RuleTable(FAMILIES.get(hf.model_type).parameter_rules(hf)), groups
+    )
     mark_split_parameters(model)
     return model
 
 
 def mark_split_parameters(model: StageModel) -> None:
-    """Tell Megatron which parameters are split over tp; it sets these marks only where it also initialises the weights.
+    """Tell Megatron which parameters are split over tp; it sets these marks only where it also initialises
+    the weights.
 
-    Without them the grad-norm counts a split parameter on the first tp rank only, silently, and clipping goes wrong. Experts are
-    replicated over another group than the other parameters; Megatron knows (`allreduce`) only where ep > 1, so with ep = 1 and
-    expert tensor parallel < tp it never adds up their gradients over tp. And marked in every layout, they have an optimizer of their own in
-    every layout, so that a checkpoint has one structure.
+    Without them the grad-norm counts a split parameter on the first tp rank only, silently, and clipping goes
+    wrong. Experts are replicated over another group than the other parameters; Megatron knows (`allreduce`)
+    only where ep > 1, so with ep = 1 and expert tensor parallel < tp it never adds up their gradients over
+    tp. And marked in every layout, they have an optimizer of their own in every layout, so that a checkpoint
+    has one structure.
     """
     for _, rule, _, parameter in model.named_rules():
         if rule.split_dimension is not None:
-            for name, value in {"tensor_model_parallel": True, "partition_dim": rule.split_dimension, "partition_stride": 1}.items():
+            for name, value in {
+                "tensor_model_parallel": True,
+                "partition_dim": rule.split_dimension,
+                "partition_stride": 1,
+            }.items():
                 setattr(parameter, name, value)
         if rule.is_expert:
             parameter.allreduce = False
 
 
 def return_hidden_states(module: GPTModel) -> None:
-    """Make the last chunk return hidden states [1, T, H] instead of logits: the log-prob op multiplies only the rows it needs.
+    """Make the last chunk return hidden states [1, T, H] instead of logits: the log-prob op multiplies only
+    the rows it needs.
 
-    Only the output layer's `forward` is replaced, on the instance: its weight, tied weight and sharded state dict stay as they are.
+    Only the output layer's `forward` is replaced, on the instance: its weight, tied weight and sharded state
+    dict stay as they are.
     """
     module.output_layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
 
 
 def load_stage_model(
-    folder: str, hf: HFConfig, config: TransformerConfig, groups: ParallelGroups, device: torch.device, use_te: bool
+    folder: str,
+    hf: HFConfig,
+    config: TransformerConfig,
+    groups: ParallelGroups,
+    device: torch.device,
+    use_te: bool,
 ) -> StageModel:
-    """Build this rank's part and read its weights: slices of an HF folder's tensors, or shards of a Megatron checkpoint."""
+    """Build this rank's part and read its weights: slices of an HF folder's tensors, or shards of a
+    Megatron checkpoint.
+    """
     model = build_stage_model(hf, config, groups, device, use_te)
     if is_megatron_checkpoint(folder):
         load_megatron_model(model, Path(folder))

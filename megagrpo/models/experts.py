@@ -1,13 +1,16 @@
-"""The mixture-of-experts layer: Megatron's, with a router that computes what Hugging Face does and is independent of the batch.
+"""The mixture-of-experts layer: Megatron's, with a router that computes what Hugging Face does and is
+independent of the batch.
 
 Differences from Megatron-core's TopKRouter:
 
-* Choice and weights of the experts follow transformers to the letter, also in bfloat16 (soft-max, top-k and normalisation in float32).
-* Loads and the balance loss count sequences, not rows of a micro-batch: padding never counts, and a prompt that several completions share
-  counts once for each. So both are the same in every layout, packing and micro-batch split. Megatron's `aux_loss` is a function of the
-  micro-batch, and NaN for one of padding alone.
+* Choice and weights of the experts follow transformers to the letter, also in bfloat16 (soft-max, top-k and
+  normalisation in float32).
+* Loads and the balance loss count sequences, not rows of a micro-batch: padding never counts, and a prompt
+  that several completions share counts once for each. So both are the same in every layout, packing and
+  micro-batch split. Megatron's `aux_loss` is a function of the micro-batch, and NaN for one of padding alone.
 
-Routing is dropless: an expert takes all tokens that choose it, so a token's output does not depend on the other tokens.
+Routing is dropless: an expert takes all tokens that choose it, so a token's output does not depend on the
+    other tokens.
 """
 
 from typing import Any
@@ -27,8 +30,10 @@ class SequenceRouter(TopKRouter):
     """Top-k router with loads and a balance loss for each sequence.
 
     Attributes:
-        sequences: of the micro-batch that is being computed; `MoETransformerLayer` sets it, in a recomputation too.
-        load: float64 [E], tokens per expert of the sequences trained since the last `take`; summed over the tp and cp ranks.
+        sequences: of the micro-batch that is being computed; `MoETransformerLayer` sets it, in a
+            recomputation too.
+        load: float64 [E], tokens per expert of the sequences trained since the last `take`; summed over the
+            tp and cp ranks.
         balance_loss: float64 [], this rank's part of the balance loss since then, coefficient included.
     """
 
@@ -59,15 +64,17 @@ class SequenceRouter(TopKRouter):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         probs = torch.zeros_like(logits).scatter(1, experts, weights.to(logits.dtype))
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
-        if self.training and torch.is_grad_enabled():  # once for each micro-batch, with activation recompute too
+        # once for each micro-batch, with activation recompute too
+        if self.training and torch.is_grad_enabled():
             probs = self._balance(scores, chosen, probs)
         return probs, chosen
 
     def _balance(self, scores: torch.Tensor, chosen: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Count loads and attach the balance loss to `probs`: its gradient joins the backward pass there.
 
-        DeepSeek-V3 (arXiv 2412.19437), Eq. 17 to 20, for each sequence, averaged over the sequences of the optimizer update:
-        coef * sum_i f_i P_i with f_i = E / (K L) * count_i and P_i = mean over the L tokens of the router's probability of expert i.
+        DeepSeek-V3 (arXiv 2412.19437), Eq. 17 to 20, for each sequence, averaged over the sequences of the
+        optimizer update: coef * sum_i f_i P_i with f_i = E / (K L) * count_i and P_i = mean over the L tokens
+            of the router's probability of expert i.
         It is 1 * coef where the load is even. The layers' losses are added.
         """
         sequences = self.sequences
@@ -90,20 +97,25 @@ class SequenceRouter(TopKRouter):
 class PaddedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
     """All-gather dispatch for ranks that hold different numbers of tokens.
 
-    Megatron gathers equal parts and refuses variable lengths. Here each part is padded to the longest with rows that choose no expert.
+    Megatron gathers equal parts and refuses variable lengths. Here each part is padded to the longest with
+    rows that choose no expert.
     """
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pad [T, 1, H], [T, E] and [T, E] to the most tokens of any rank. Collective over the expert tensor and expert parallel ranks."""
+        """Pad [T, 1, H], [T, E] and [T, E] to the most tokens of any rank. Collective over the expert
+        tensor and expert parallel ranks.
+        """
         self.unpadded_shape = hidden_states.shape
         most = torch.tensor(len(routing_map), device=routing_map.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.tp_ep_group)
         padding = (0, 0, 0, int(most) - len(routing_map))
         hidden_states = torch.nn.functional.pad(hidden_states.view(-1, self.unpadded_shape[-1]), padding)
         return super().dispatch_preprocess(
-            hidden_states, torch.nn.functional.pad(routing_map, padding), torch.nn.functional.pad(probs, padding)
+            hidden_states,
+            torch.nn.functional.pad(routing_map, padding),
+            torch.nn.functional.pad(probs, padding),
         )
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -115,7 +127,8 @@ class PaddedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
 class MoETransformerLayer(TransformerLayer):
     """Tells its router which sequences the micro-batch holds.
 
-    The layer is the innermost place that knows: with activation recompute the backward pass calls it again with the same input.
+    The layer is the innermost place that knows: with activation recompute the backward pass calls it again
+        with the same input.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

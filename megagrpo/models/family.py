@@ -12,16 +12,22 @@ from megagrpo.registry import Registry
 
 # Fields of a config.json that do not change the forward pass in training.
 NEUTRAL_FIELDS = {
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range",
-    "bos_token_id", "eos_token_id", "pad_token_id", "is_llama_config", "transformers.js_config", "_name_or_path", "sliding_window",
-    "max_window_layers", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
-    "is_encoder_decoder", "_attn_implementation", "attn_implementation", "id2label", "label2id", "problem_type", "task_specific_params",
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
+    "initializer_range",
+    "bos_token_id", "eos_token_id", "pad_token_id", "is_llama_config", "transformers.js_config",
+    "_name_or_path", "sliding_window",
+    "max_window_layers", "output_attentions", "output_hidden_states", "return_dict",
+    "chunk_size_feed_forward",
+    "is_encoder_decoder", "_attn_implementation", "attn_implementation", "id2label", "label2id",
+    "problem_type", "task_specific_params",
     "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
 # Fields that every family reads.
 READ_FIELDS = {
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "rope_theta", "rope_scaling",
+    "rope_parameters",
 }  # fmt: skip
 # Fields whose listed values are what the families compute; any other value is refused.
 REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -66,7 +72,8 @@ class ModelFamily(ABC):
     """One architecture: what Megatron builds for it and how its parameters map to HF tensors."""
 
     extra_values: dict[str, tuple[Any, ...]] = {}  # noqa: RUF012 (a constant table of the class)
-    read_fields: frozenset[str] = frozenset()  # fields of config.json that this family reads beside the shared ones
+    # fields of config.json that this family reads beside the shared ones
+    read_fields: frozenset[str] = frozenset()
 
     @abstractmethod
     def transformer_config_fields(self, hf: HFConfig) -> dict[str, Any]:
@@ -85,7 +92,9 @@ FAMILIES: Registry[ModelFamily] = Registry("model family")
 
 
 def shared_rules(hf: HFConfig) -> list[ParameterRule]:
-    """Return the rules that all decoder families of this package share: embedding, norms, attention, gated MLP, head."""
+    """Return the rules that all decoder families of this package share: embedding, norms, attention, gated
+    MLP, head.
+    """
     layer, target = "model.layers.{layer}.", "decoder.layers.{layer}."
     head = "model.embed_tokens.weight" if hf.tie_word_embeddings else "lm_head.weight"
     attention = [f"{layer}self_attn.{name}_proj.weight" for name in "qkv"]
@@ -93,9 +102,17 @@ def shared_rules(hf: HFConfig) -> list[ParameterRule]:
         ParameterRule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
         ParameterRule(f"{target}input_layernorm.weight", (f"{layer}input_layernorm.weight",), "replicated"),
         ParameterRule(f"{target}self_attention.linear_qkv.weight", tuple(attention), "qkv"),
-        ParameterRule(f"{target}self_attention.linear_proj.weight", (f"{layer}self_attn.o_proj.weight",), "row"),
-        ParameterRule(f"{target}pre_mlp_layernorm.weight", (f"{layer}post_attention_layernorm.weight",), "replicated"),
-        ParameterRule(f"{target}mlp.linear_fc1.weight", (f"{layer}mlp.gate_proj.weight", f"{layer}mlp.up_proj.weight"), "gate_up"),
+        ParameterRule(
+            f"{target}self_attention.linear_proj.weight", (f"{layer}self_attn.o_proj.weight",), "row"
+        ),
+        ParameterRule(
+            f"{target}pre_mlp_layernorm.weight", (f"{layer}post_attention_layernorm.weight",), "replicated"
+        ),
+        ParameterRule(
+            f"{target}mlp.linear_fc1.weight",
+            (f"{layer}mlp.gate_proj.weight", f"{layer}mlp.up_proj.weight"),
+            "gate_up",
+        ),
         ParameterRule(f"{target}mlp.linear_fc2.weight", (f"{layer}mlp.down_proj.weight",), "row"),
         ParameterRule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"),
         ParameterRule("output_layer.weight", (head,), "vocab"),
@@ -106,7 +123,8 @@ def read_hf_config(folder: str | Path) -> HFConfig:
     """Read and check the config.json of an HF folder. Imports no torch.
 
     Raises:
-        UserError: missing file, unknown family, or a field that changes the maths and is not supported; one line each.
+        UserError: missing file, unknown family, or a field that changes the maths and is not supported; one
+            line each.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -146,7 +164,9 @@ def read_hf_config(folder: str | Path) -> HFConfig:
 
 
 def count_experts(raw: dict[str, Any]) -> int | None:
-    """Return the experts of each layer: transformers 5 writes `num_local_experts`, older versions `num_experts`."""
+    """Return the experts of each layer: transformers 5 writes `num_local_experts`, older versions
+    `num_experts`.
+    """
     return raw.get("num_local_experts", raw.get("num_experts"))
 
 
@@ -162,9 +182,14 @@ def _unsupported_fields(raw: dict[str, Any], family: ModelFamily) -> list[str]:
         elif name in allowed_values:
             if value not in allowed_values[name]:
                 allowed = ", ".join(map(repr, allowed_values[name]))
-                problems.append(f"{name}: {value!r}: changes the forward pass and is not supported (supported: {allowed})")
+                problems.append(
+                    f"{name}: {value!r}: changes the forward pass and is not supported (supported: {allowed})"
+                )
         else:
-            problems.append(f"{name}: {value!r}: not a field that family {raw.get('model_type')!r} knows; it could change the forward pass")
+            problems.append(
+                f"{name}: {value!r}: not a field that family {raw.get('model_type')!r} knows; "
+                "it could change the forward pass"
+            )
     problems += [
         f"{name}: missing"
         for name in (

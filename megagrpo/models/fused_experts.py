@@ -1,7 +1,9 @@
-"""Experts that an HF folder stores fused: `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I], one tensor a layer.
+"""Experts that an HF folder stores fused: `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H,
+I], one tensor a layer.
 
-That is how transformers 5 holds them and writes them with `save_original_format=False`. The hub's checkpoints, our rules and our exports
-have one tensor for each expert and projection; those names are served from the fused tensors here.
+That is how transformers 5 holds them and writes them with `save_original_format=False`. The hub's
+checkpoints, our rules and our exports have one tensor for each expert and projection; those names are served
+from the fused tensors here.
 """
 
 import re
@@ -15,7 +17,9 @@ _FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 
 
 class FusedExpertSlice:
-    """One expert's projection in a fused tensor, read like a safetensors slice: only the rows and columns that are asked for."""
+    """One expert's projection in a fused tensor, read like a safetensors slice: only the rows and columns
+    that are asked for.
+    """
 
     def __init__(self, fused: Any, expert: int, projection: str):
         experts, rows, columns = fused.get_shape()
@@ -32,11 +36,15 @@ class FusedExpertSlice:
         """Read `[rows]` or `[rows, columns]`, slices with step 1."""
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         start, stop, _ = rows.indices(self.shape[0])
-        return self.fused[self.expert : self.expert + 1, self.first_row + start : self.first_row + stop, columns][0]
+        return self.fused[
+            self.expert : self.expert + 1, self.first_row + start : self.first_row + stop, columns
+        ][0]
 
 
 def fused_name(name: str, stored: Collection[str]) -> tuple[str, int, str] | None:
-    """Return (fused tensor among `stored`, expert, projection) that holds the tensor `name`; None where there is none."""
+    """Return (fused tensor among `stored`, expert, projection) that holds the tensor `name`; None where
+    there is none.
+    """
     single = _SINGLE.fullmatch(name)
     if single is None:
         return None
@@ -51,4 +59,8 @@ def single_names(name: str, num_experts: int) -> list[str]:
     if fused is None:
         return [name]
     projections = ("down",) if fused[2] == "down" else ("gate", "up")
-    return [f"{fused[1]}.{expert}.{projection}_proj.weight" for expert in range(num_experts) for projection in projections]
+    return [
+        f"{fused[1]}.{expert}.{projection}_proj.weight"
+        for expert in range(num_experts)
+        for projection in projections
+    ]

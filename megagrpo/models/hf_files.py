@@ -74,8 +74,12 @@ class SafetensorsFolder:
             raise UserError(f"model.path: {path}: tensor {name} is missing") from None
 
 
-def read_part(source: SafetensorsFolder, name: str, rule: ParameterRule, dims: Dimensions, tp: int, tp_rank: int) -> torch.Tensor:
-    """Read one (expert) tensor parallel rank's slice of the HF tensor `name`; vocabulary rows beyond the true size are zeros."""
+def read_part(
+    source: SafetensorsFolder, name: str, rule: ParameterRule, dims: Dimensions, tp: int, tp_rank: int
+) -> torch.Tensor:
+    """Read one (expert) tensor parallel rank's slice of the HF tensor `name`; vocabulary rows beyond the
+    true size are zeros.
+    """
     tensor = source.tensor_slice(name)
     shape = tensor.get_shape()
     if rule.split_dimension is None:
@@ -87,7 +91,9 @@ def read_part(source: SafetensorsFolder, name: str, rule: ParameterRule, dims: D
     if rule.kind != "vocab":
         return tensor[start:stop]
     if shape[0] != dims.vocab_size:
-        raise UserError(f"model.path: {name} has {shape[0]} rows, config.json says vocab_size {dims.vocab_size}")
+        raise UserError(
+            f"model.path: {name} has {shape[0]} rows, config.json says vocab_size {dims.vocab_size}"
+        )
     rows = tensor[min(start, shape[0]) : min(stop, shape[0])]
     return torch.cat([rows, rows.new_zeros(stop - start - rows.shape[0], shape[1])])
 
@@ -102,11 +108,14 @@ def load_hf_weights(model: "StageModel", folder: str | Path) -> None:
     with torch.no_grad():
         for _, rule, layer, parameter in model.named_rules():
             shards, shard = model.shard(rule)
-            parts = [read_part(source, part, rule, model.dims, shards, shard) for part in rule.hf_names(layer)]
+            parts = [
+                read_part(source, part, rule, model.dims, shards, shard) for part in rule.hf_names(layer)
+            ]
             value = merge(rule, parts, model.dims, shards)
             if value.shape != parameter.shape:
                 raise UserError(
-                    f"model.path: {', '.join(rule.hf_names(layer))}: shape {list(value.shape)}, the model needs {list(parameter.shape)}"
+                    f"model.path: {', '.join(rule.hf_names(layer))}: shape {list(value.shape)}, the model "
+                    f"needs {list(parameter.shape)}"
                 )
             parameter.copy_(value)
 
@@ -117,8 +126,14 @@ def check_no_unknown_tensors(model: "StageModel", folder: str | Path) -> None:
     Raises:
         UserError: names the first of them.
     """
-    known = {name for rule in model.rules.rules for layer in range(model.hf.num_layers) for name in rule.hf_names(layer)}
-    ignored = {"lm_head.weight"} if model.hf.tie_word_embeddings else set()  # some exports store the tied head twice
+    known = {
+        name
+        for rule in model.rules.rules
+        for layer in range(model.hf.num_layers)
+        for name in rule.hf_names(layer)
+    }
+    # some exports store the tied head twice
+    ignored = {"lm_head.weight"} if model.hf.tie_word_embeddings else set()
     unknown = {
         name
         for name in SafetensorsFolder(folder).names(model.hf.num_experts or 0) - known - ignored
@@ -126,11 +141,14 @@ def check_no_unknown_tensors(model: "StageModel", folder: str | Path) -> None:
     }
     if unknown:
         raise UserError(
-            f"model.path: {folder}: {len(unknown)} tensors that family {model.hf.model_type!r} does not know, first: {min(unknown)}"
+            f"model.path: {folder}: {len(unknown)} tensors that family {model.hf.model_type!r} does not "
+            f"know, first: {min(unknown)}"
         )
 
 
-def write_hf_folder(tensors: Iterable[tuple[str, torch.Tensor]], source: str | Path, target: str | Path) -> None:
+def write_hf_folder(
+    tensors: Iterable[tuple[str, torch.Tensor]], source: str | Path, target: str | Path
+) -> None:
     """Write full HF tensors as safetensors files of at most 5 GiB, with the config and tokenizer of `source`.
 
     The folder appears complete or not at all: it is written beside its place and moved there by a rename.

@@ -1,4 +1,5 @@
-"""A model as a Megatron-core distributed checkpoint, with the HF config and tokenizer beside it: what `tools/` convert to and from.
+"""A model as a Megatron-core distributed checkpoint, with the HF config and tokenizer beside it: what
+`tools/` convert to and from.
 
 FOLDER/__0_0.distcp ... .metadata   shards (torch_dist), readable in any layout
 FOLDER/hf_files/                    config.json, tokenizer, generation config of the HF folder it came from
@@ -35,7 +36,8 @@ def save_megatron_model(model: "StageModel", folder: Path) -> None:
 
 
 def load_megatron_model(model: "StageModel", folder: Path) -> None:
-    """Fill a stage model from a checkpoint, in any layout. Collective over all ranks. A run's checkpoint works; its optimizer is not read.
+    """Fill a stage model from a checkpoint, in any layout. Collective over all ranks. A run's checkpoint
+    works; its optimizer is not read.
 
     Raises:
         UserError: the checkpoint is of another model, or damaged.
@@ -43,7 +45,10 @@ def load_megatron_model(model: "StageModel", folder: Path) -> None:
     with megatron_region():
         try:
             state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
-        except Exception as error:  # Megatron, torch.distributed.checkpoint and pickle raise a dozen types by what is wrong
+        except Exception as error:
+            # Megatron, torch.distributed.checkpoint and pickle raise a dozen types by what is wrong
             cause = " ".join(str(error).split())[:300]
-            raise UserError(f"{folder}: not a checkpoint of this model, or damaged: {type(error).__name__}: {cause}") from error
+            raise UserError(
+                f"{folder}: not a checkpoint of this model, or damaged: {type(error).__name__}: {cause}"
+            ) from error
         model.load_state_dict(state["model"])

@@ -2,8 +2,9 @@
 
     tree 0: | prompt | completion 0 | completion 1 | ...   tree 1: | prompt | ...
 
-A completion's tokens attend to their prompt and to their own earlier tokens. With one completion a tree is a plain causal
-sequence, so packing with and without shared prompts is one code path. Positions restart after the prompt for each completion.
+A completion's tokens attend to their prompt and to their own earlier tokens. With one completion a tree is a
+plain causal sequence, so packing with and without shared prompts is one code path. Positions restart after
+the prompt for each completion.
 """
 
 from dataclasses import dataclass, field
@@ -15,14 +16,17 @@ import torch
 from megagrpo.models.routing import RoutedPackedSeqParams
 from megagrpo.parallel.token_shard import TokenShard
 
-# Trees up to this many tokens are padded to equal length and attended in one call under a mask; the call overhead of a loop costs
-# more there than the padded products (measured on CPU: a loop over 64 sequences of 32 tokens is 1.25 x slower than one padded call).
+# Trees up to this many tokens are padded to equal length and attended in one call under a mask; the call
+# overhead of a loop costs more there than the padded products (measured on CPU: a loop over 64 sequences of
+# 32 tokens is 1.25 x slower than one padded call).
 DENSE_TREE_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Lengths, in input tokens, of one prompt and of the completions that share it; `branches` may be empty or hold zeros."""
+    """Lengths, in input tokens, of one prompt and of the completions that share it; `branches` may be
+    empty or hold zeros.
+    """
 
     prompt: int
     branches: tuple[int, ...]
@@ -47,15 +51,25 @@ class Tree:
         return mask
 
     def segments(self) -> list[tuple[int, int, int]]:
-        """Return (prompt tokens that all its rows attend, start within the tree, length) of each causal part: prompt, branches."""
+        """Return (prompt tokens that all its rows attend, start within the tree, length) of each causal
+        part: prompt, branches.
+        """
         if self.is_chain:
             return [(0, 0, self.tokens)]
         starts = accumulate(self.branches[:-1], initial=self.prompt)
-        return [(0, 0, self.prompt), *((self.prompt, start, length) for start, length in zip(starts, self.branches, strict=True))]
+        return [
+            (0, 0, self.prompt),
+            *((self.prompt, start, length) for start, length in zip(starts, self.branches, strict=True)),
+        ]
 
     def positions(self) -> torch.Tensor:
         """Return the position ids, int64 [tokens]."""
-        return torch.cat([torch.arange(self.prompt), *(torch.arange(self.prompt, self.prompt + branch) for branch in self.branches)])
+        return torch.cat(
+            [
+                torch.arange(self.prompt),
+                *(torch.arange(self.prompt, self.prompt + branch) for branch in self.branches),
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -85,9 +99,11 @@ class Run:
 
 @dataclass
 class PackedTrees(RoutedPackedSeqParams):
-    """`packed_seq_params` of a micro-batch for the local layer spec. The format name keeps Megatron from applying thd rules.
+    """`packed_seq_params` of a micro-batch for the local layer spec. The format name keeps Megatron from
+    applying thd rules.
 
-    The trees are those of the whole micro-batch; a context parallel rank computes the queries in `shard` and sees all keys.
+    The trees are those of the whole micro-batch; a context parallel rank computes the queries in `shard` and
+    sees all keys.
     """
 
     qkv_format: str = "trees"
@@ -101,7 +117,9 @@ class PackedTrees(RoutedPackedSeqParams):
     @cached_property
     def rotary_positions(self) -> torch.Tensor:
         """Position ids of this rank's tokens, int64 [T / cp]."""
-        return torch.cat([tree.positions() for tree in self.trees])[self.shard.packed_positions()].to(self.device)
+        return torch.cat([tree.positions() for tree in self.trees])[self.shard.packed_positions()].to(
+            self.device
+        )
 
     @cached_property
     def starts(self) -> list[int]:
@@ -110,7 +128,9 @@ class PackedTrees(RoutedPackedSeqParams):
 
     @cached_property
     def dense_batches(self) -> list[DenseBatch]:
-        """Small trees with tokens on this rank, grouped by size so that padding stays under a quarter of a batch's keys."""
+        """Small trees with tokens on this rank, grouped by size so that padding stays under a quarter of a
+        batch's keys.
+        """
         local = self.shard.local_positions()
         small = [
             (tree.tokens, start, tree)
@@ -126,7 +146,8 @@ class PackedTrees(RoutedPackedSeqParams):
         return [self._dense_batch(batch, local) for batch in batches]
 
     def _dense_batch(self, entries: list[tuple[int, int, Tree]], local: torch.Tensor) -> DenseBatch:
-        held = [(local[start : start + tokens] >= 0).nonzero()[:, 0] for tokens, start, _ in entries]  # index within the tree
+        # index within the tree
+        held = [(local[start : start + tokens] >= 0).nonzero()[:, 0] for tokens, start, _ in entries]
         num_rows, num_keys = max(map(len, held)), max(tokens for tokens, _, _ in entries)
         rows = torch.zeros(len(entries), num_rows, dtype=torch.int64)
         keys = torch.empty(len(entries), num_keys, dtype=torch.int64)

@@ -15,12 +15,19 @@ FP8_RECIPES = {
     "fp8_blockwise": ("e4m3", "blockwise"),
     "mxfp8": ("e4m3", "mxfp8"),
 }
-MINIMUM_CAPABILITY = {"fp8_delayed": (8, 9), "fp8_tensorwise": (8, 9), "fp8_blockwise": (9, 0), "mxfp8": (10, 0)}
+MINIMUM_CAPABILITY = {
+    "fp8_delayed": (8, 9),
+    "fp8_tensorwise": (8, 9),
+    "fp8_blockwise": (9, 0),
+    "mxfp8": (10, 0),
+}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Number formats of a model. Main parameters, gradients and optimizer states are float32 in every recipe."""
+    """Number formats of a model. Main parameters, gradients and optimizer states are float32 in every
+    recipe.
+    """
 
     params_dtype: torch.dtype
     fp8: str | None = None
@@ -34,7 +41,11 @@ class Precision:
 
     def transformer_config_fields(self) -> dict:
         """Return the TransformerConfig fields of this recipe."""
-        fields: dict = {"params_dtype": self.params_dtype, "pipeline_dtype": self.params_dtype, "bf16": self.is_bf16}
+        fields: dict = {
+            "params_dtype": self.params_dtype,
+            "pipeline_dtype": self.params_dtype,
+            "bf16": self.is_bf16,
+        }
         if self.fp8:
             fields |= {"fp8": self.fp8, "fp8_recipe": self.fp8_recipe}
         return fields

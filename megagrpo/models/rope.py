@@ -1,7 +1,8 @@
 """Rotary position embedding by position id, as the Hugging Face families compute it.
 
-Megatron's own module knows positions 0..S-1 of one sequence or of each packed sequence. A prompt that is shared by several
-completions needs the positions of each token instead, and Llama 3's scaling needs all its parameters, not only the factor.
+Megatron's own module knows positions 0..S-1 of one sequence or of each packed sequence. A prompt that is
+shared by several completions needs the positions of each token instead, and Llama 3's scaling needs all its
+parameters, not only the factor.
 """
 
 import math
@@ -15,7 +16,8 @@ from megagrpo.models.family import HFConfig
 def inverse_frequencies(hf: HFConfig) -> torch.Tensor:
     """Return the rotary inverse frequencies, float32 [head_dim / 2].
 
-    `default`: theta^(-2i/d) (Su et al. 2021, arXiv 2104.09864, Eq. 15). `linear`: divided by `factor`. `llama3`: low frequencies are
+    `default`: theta^(-2i/d) (Su et al. 2021, arXiv 2104.09864, Eq. 15). `linear`: divided by `factor`.
+        `llama3`: low frequencies are
     divided by `factor`, high ones kept, those between interpolated (Llama 3.1 reference implementation).
     """
     exponents = torch.arange(0, hf.head_dim, 2, dtype=torch.int64).float() / hf.head_dim
@@ -36,24 +38,30 @@ def inverse_frequencies(hf: HFConfig) -> torch.Tensor:
 
 
 class PositionedRotaryEmbedding(torch.nn.Module):
-    """Takes the place of `GPTModel.rotary_pos_emb`: angles for the position ids that the packed input carries."""
+    """Takes the place of `GPTModel.rotary_pos_emb`: angles for the position ids that the packed input
+    carries.
+    """
 
     def __init__(self, hf: HFConfig, device: torch.device):
         super().__init__()
-        self.inverse_frequencies = inverse_frequencies(hf).to(device)  # no buffer: a cast of the model to bf16 must not round it
+        # no buffer: a cast of the model to bf16 must not round it
+        self.inverse_frequencies = inverse_frequencies(hf).to(device)
 
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, packed: Any
     ) -> torch.Tensor:
         """Return the position ids of the micro-batch; Megatron hands the result to `forward`.
 
-        [T] for packed trees; 0..S-1 for Transformer Engine's `thd`, whose kernels restart them at each sequence themselves.
+        [T] for packed trees; 0..S-1 for Transformer Engine's `thd`, whose kernels restart them at each
+        sequence themselves.
         """
         if packed.qkv_format == "thd":
             return torch.arange(packed.max_seqlen_q)
         return packed.rotary_positions
 
-    def forward(self, positions: torch.Tensor, packed_seq: bool = False, cp_group: Any = None) -> torch.Tensor:
+    def forward(
+        self, positions: torch.Tensor, packed_seq: bool = False, cp_group: Any = None
+    ) -> torch.Tensor:
         """Return the angles [T, 1, 1, head_dim], float32, both halves alike."""
         angles = torch.outer(positions.to(self.inverse_frequencies), self.inverse_frequencies)
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]

@@ -1,4 +1,6 @@
-"""Which sequences a micro-batch holds: what the experts' loads and balance loss are counted by (see experts.py)."""
+"""Which sequences a micro-batch holds: what the experts' loads and balance loss are counted by (see
+experts.py).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +16,8 @@ from megagrpo.parallel.token_shard import TokenShard
 class RoutedSequences:
     """The sequence of each token of a micro-batch on this context parallel rank.
 
-    A sequence is a prompt and one completion. The tokens fall into segments (prompts, branches, padding) and a sequence is two of them; so
-    a sum over a sequence is the same whether its prompt is shared or not.
+    A sequence is a prompt and one completion. The tokens fall into segments (prompts, branches, padding) and
+    a sequence is two of them; so a sum over a sequence is the same whether its prompt is shared or not.
     """
 
     segment_ids: torch.Tensor  # int64 [T / cp]; padding is in the last segment
@@ -25,15 +27,23 @@ class RoutedSequences:
     weight: float  # of one sequence in the mean over the optimizer update
 
     def local_segment_ids(self, count: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
-        """Return the segment ids of the `count` tokens that this rank routes: all, or its part of them under sequence parallelism."""
+        """Return the segment ids of the `count` tokens that this rank routes: all, or its part of them
+        under sequence parallelism.
+        """
         if count == len(self.segment_ids):
             return self.segment_ids
-        assert count * tp_group.size() == len(self.segment_ids), (count, tp_group.size(), len(self.segment_ids))
+        assert count * tp_group.size() == len(self.segment_ids), (
+            count,
+            tp_group.size(),
+            len(self.segment_ids),
+        )
         return self.segment_ids[tp_group.rank() * count : (tp_group.rank() + 1) * count]
 
     def sums(self, segment_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` [t, E] of the tokens in segments `segment_ids` [t] over each sequence: [S, E]."""
-        segments = values.new_zeros(len(self.prompts) * 2 + 1, values.shape[1]).index_add(0, segment_ids, values)
+        segments = values.new_zeros(len(self.prompts) * 2 + 1, values.shape[1]).index_add(
+            0, segment_ids, values
+        )
         return segments[self.prompts] + segments[self.branches]
 
 
@@ -45,18 +55,26 @@ class RoutedPackedSeqParams(PackedSeqParams):
 
 
 def route_sequences(
-    trees: Sequence[tuple[int, Sequence[int]]], shard: TokenShard, sequences_per_update: int, device: torch.device
+    trees: Sequence[tuple[int, Sequence[int]]],
+    shard: TokenShard,
+    sequences_per_update: int,
+    device: torch.device,
 ) -> RoutedSequences:
     """Return the sequences of a micro-batch.
 
     Args:
         trees: (prompt tokens, tokens of each branch) of each tree; one without branches is padding.
-        shard: the rank's tokens. Its stretches, where there is one for each tree, are longer than the trees by their padding.
+        shard: the rank's tokens. Its stretches, where there is one for each tree, are longer than the trees
+            by their padding.
         sequences_per_update: sequences of the optimizer update, over all micro-batches and replicas.
         device: of the tensors.
     """
     padding = 2 * sum(len(branches) for _, branches in trees)
-    padded = shard.stretches if len(shard.stretches) == len(trees) else [prompt + sum(branches) for prompt, branches in trees]
+    padded = (
+        shard.stretches
+        if len(shard.stretches) == len(trees)
+        else [prompt + sum(branches) for prompt, branches in trees]
+    )
     segments, prompts, lengths = [], [], []
     for (prompt, branches), total in zip(trees, padded, strict=True):
         first = 2 * len(prompts)

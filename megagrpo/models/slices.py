@@ -11,7 +11,8 @@ from megagrpo.models.rules import ParameterRule, split
 class HFSlices:
     """Slices by HF name, padded vocabulary rows included; tied copies appear once.
 
-    They are views of the weights where the layout allows it. Those of query, key and value are copies, made when one of them is asked for
+    They are views of the weights where the layout allows it. Those of query, key and value are copies, made
+    when one of them is asked for
     and kept until `forget`: never of the whole model at once.
     """
 
@@ -26,7 +27,9 @@ class HFSlices:
         self._parts: dict[str, list[torch.Tensor]] = {}
 
     def names(self) -> KeysView[str]:
-        """Return the HF names of the tensors of which this rank holds a slice, in the order of the parameters."""
+        """Return the HF names of the tensors of which this rank holds a slice, in the order of the
+        parameters.
+        """
         return self._where.keys()
 
     def __getitem__(self, hf_name: str) -> torch.Tensor:

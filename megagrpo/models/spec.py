@@ -25,10 +25,11 @@ TE_FUSED_NAMES = {
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467, Eq. 4) for the local spec; Megatron's local norm needs Apex.
+    """RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467, Eq. 4) for the local spec; Megatron's local norm
+    needs Apex.
 
-    Under sequence parallelism each rank sees a part of the tokens only: the mark on the weight makes Megatron all-reduce its
-    gradient over tensor parallel ranks.
+    Under sequence parallelism each rank sees a part of the tokens only: the mark on the weight makes Megatron
+    all-reduce its gradient over tensor parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
@@ -57,23 +58,33 @@ def uses_transformer_engine(choice: AttentionChoice) -> bool:
     return choice != "local" and not missing
 
 
-def build_block_spec(config: TransformerConfig, use_te: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return the spec of the layers of this stage (of its chunk `vp_stage` under interleaving) and of the final norm."""
+def build_block_spec(
+    config: TransformerConfig, use_te: bool, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Return the spec of the layers of this stage (of its chunk `vp_stage` under interleaving) and of the
+    final norm.
+    """
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        layer = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+        )
         norm = TENorm
     else:
         layer, norm = _local_layer_spec(config), RMSNorm
     if config.num_moe_experts:
         use_sequence_routing(layer)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=norm
+    )
 
 
 def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
@@ -88,7 +99,8 @@ def canonical_name(name: str, first_layer: int, first_expert: int = 0) -> str:
     """Return the name that the rules use: global layer and expert indices, unfused norms.
 
     Args:
-        name: parameter name within a GPTModel, with the stage's own layer index and the rank's own expert index.
+        name: parameter name within a GPTModel, with the stage's own layer index and the rank's own expert
+            index.
         first_layer: global index of the stage's first layer.
         first_expert: global index of the first expert of the expert parallel rank.
     """

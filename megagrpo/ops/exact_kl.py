@@ -4,8 +4,8 @@ Estimators of the KL see the sampled token alone; this is the sum over all of th
 
     KL(actor || reference) = sum_j p_j (ln p_j - ln q_j)
 
-The reference is a constant. Both models' logits exist a tile at a time; log-prob and entropy of the same pass come along, so that a loss
-that needs them too pays six GEMMs in all instead of ten.
+The reference is a constant. Both models' logits exist a tile at a time; log-prob and entropy of the same pass
+come along, so that a loss that needs them too pays six GEMMs in all instead of ten.
 """
 
 from dataclasses import dataclass
@@ -50,21 +50,25 @@ def linear_exact_kl(
     reduce_hidden_grad: bool = True,
     accumulate_main_grad: bool = True,
 ) -> LinearExactKl:
-    """KL(softmax(hidden @ weight.T / t) || softmax(reference_hidden @ reference_weight.T / t)), differentiable in hidden and weight.
+    """KL(softmax(hidden @ weight.T / t) || softmax(reference_hidden @ reference_weight.T / t)),
+    differentiable in hidden and weight.
 
-    Collective over `group`: one MAX and one SUM all-reduce in the forward, and one SUM of dL/dhidden in the backward where
+    Collective over `group`: one MAX and one SUM all-reduce in the forward, and one SUM of dL/dhidden in the
+        backward where
     `reduce_hidden_grad`; none where T is 0.
 
     Args:
         hidden: [T, H] float, the actor's. The same on every rank of the group.
-        weight: [Vp, H] of the same type; rank r of the group holds rows r * Vp .. (r + 1) * Vp of the padded vocabulary.
+        weight: [Vp, H] of the same type; rank r of the group holds rows r * Vp .. (r + 1) * Vp of the padded
+            vocabulary.
         reference_hidden: [T, H'] float; H' may differ from H.
         reference_weight: [Vp, H'] of the same type, split alike.
         targets: [T] int64 global token ids, where the log-probs are wanted too.
         vocab_size: the true V; padded columns beyond it never take part.
         temperature: scalar or [T]; both models' logits are divided by it once.
         group: tensor-parallel group, None for one rank.
-        reduce_hidden_grad: all-reduce dL/dhidden over the group; False where a sequence-parallel gather reduce-scatters it.
+        reduce_hidden_grad: all-reduce dL/dhidden over the group; False where a sequence-parallel gather
+            reduce-scatters it.
         accumulate_main_grad: add the weight's gradient in float32 to `weight.main_grad` where it has one.
 
     Returns:
@@ -77,14 +81,20 @@ def linear_exact_kl(
     check_reference("linear_exact_kl", reference_hidden, reference_weight, hidden, weight)
     shard = VocabShard.of(weight, vocab_size, group)
     reference = LogitTiles(reference_hidden.detach(), reference_weight.detach(), shard, temperature)
-    results = _LinearExactKl.apply(hidden, weight, reference, targets, temperature, shard, reduce_hidden_grad, accumulate_main_grad)
+    results = _LinearExactKl.apply(
+        hidden, weight, reference, targets, temperature, shard, reduce_hidden_grad, accumulate_main_grad
+    )
     return LinearExactKl(*results)
 
 
 class _LinearExactKl(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, reference, targets, temperature, shard, reduce_hidden_grad, accumulate_main_grad):
-        statistics = compute_pair_statistics(LogitTiles(hidden, weight, shard, temperature), reference, targets)
+    def forward(
+        ctx, hidden, weight, reference, targets, temperature, shard, reduce_hidden_grad, accumulate_main_grad
+    ):
+        statistics = compute_pair_statistics(
+            LogitTiles(hidden, weight, shard, temperature), reference, targets
+        )
         kl, entropy = statistics.kl(), statistics.actor.entropy()
         logprobs = reference_logprobs = None
         if targets is not None:
@@ -105,4 +115,6 @@ class _LinearExactKl(torch.autograd.Function):
         gradient.add_logprobs(grad_logprobs, targets)
         gradient.add_entropy(grad_entropy, entropy)
         gradient.add_kl(grad_kl, kl, ctx.reference, reference_log2_normaliser)
-        return *recompute_gradients(gradient, ctx.needs_input_grad, ctx.reduce_hidden_grad, ctx.accumulate_main_grad), *[None] * 6
+        return *recompute_gradients(
+            gradient, ctx.needs_input_grad, ctx.reduce_hidden_grad, ctx.accumulate_main_grad
+        ), *[None] * 6

@@ -19,7 +19,8 @@ class LogitGradient:
         dentropy / dlogit_j = -p_j (ln p_j + entropy) / t
         dKL      / dlogit_j =  p_j (ln p_j - ln q_j - KL) / t
 
-    so every tile is p_j (constant + slope u_j + divergence_slope (v_j - u_j)), plus grad_logprob / t at the target. The difference is taken
+    so every tile is p_j (constant + slope u_j + divergence_slope (v_j - u_j)), plus grad_logprob / t at the
+    target. The difference is taken
     first: where the models agree the KL's gradient is exactly 0.
 
     Args:
@@ -28,8 +29,14 @@ class LogitGradient:
     """
 
     def __init__(self, tiles: LogitTiles, log2_normaliser: Tensor):
-        self.tiles, self.shard, self.dtype, self.log2_normaliser = tiles, tiles.shard, tiles.dtype, log2_normaliser.unsqueeze(1)
-        # scale = log2(e) / temperature, so scale * ln 2 is what the chain rule through the temperature brings.
+        self.tiles, self.shard, self.dtype, self.log2_normaliser = (
+            tiles,
+            tiles.shard,
+            tiles.dtype,
+            log2_normaliser.unsqueeze(1),
+        )
+        # scale = log2(e) / temperature, so scale * ln 2 is what the chain rule through the temperature
+        # brings.
         self._factor = tiles.scale * LN2 if tiles.row_scale is None else tiles.row_scale * (tiles.scale * LN2)
         self.constant = torch.zeros_like(self.log2_normaliser)
         self.slope: Tensor | None = None
@@ -49,7 +56,9 @@ class LogitGradient:
             self.constant = self.constant - grad * entropy.unsqueeze(1)
             self.slope = -LN2 * grad
 
-    def add_kl(self, grad: Tensor | None, kl: Tensor, reference: LogitTiles, reference_log2_normaliser: Tensor) -> None:
+    def add_kl(
+        self, grad: Tensor | None, kl: Tensor, reference: LogitTiles, reference_log2_normaliser: Tensor
+    ) -> None:
         """Adds the part of dL/dKL `grad` [T]; None is 0."""
         if grad is not None:
             grad = self._per_row(grad)
@@ -65,7 +74,9 @@ class LogitGradient:
     def _per_row(self, grad: Tensor) -> Tensor:
         return grad.to(self.dtype).unsqueeze(1) * self._factor
 
-    def compute_(self, x: Tensor, scratch: Tensor | None, reference: Tensor | None, rows: slice, columns: slice) -> None:
+    def compute_(
+        self, x: Tensor, scratch: Tensor | None, reference: Tensor | None, rows: slice, columns: slice
+    ) -> None:
         """Turns the actor's base-2 logits x [R, C] into dL/dlogits in place.
 
         Args:
@@ -76,7 +87,12 @@ class LogitGradient:
             columns: which local columns.
         """
         if self.is_fused:
-            tile_gradient_(x, self.log2_normaliser[rows], self.constant[rows], None if self.slope is None else self.slope[rows])
+            tile_gradient_(
+                x,
+                self.log2_normaliser[rows],
+                self.constant[rows],
+                None if self.slope is None else self.slope[rows],
+            )
         else:
             x.sub_(self.log2_normaliser[rows])
             factor = self.constant[rows]
@@ -132,9 +148,13 @@ def backpropagate(
 
 
 def recompute_gradients(
-    gradient: LogitGradient, needs_input_grad: tuple[bool, ...], reduce_hidden_grad: bool, accumulate_main_grad: bool
+    gradient: LogitGradient,
+    needs_input_grad: tuple[bool, ...],
+    reduce_hidden_grad: bool,
+    accumulate_main_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the two inputs (hidden, weight) with recomputed logits, as an autograd function returns them.
+    """Gradients of the two inputs (hidden, weight) with recomputed logits, as an autograd function returns
+    them.
 
     Collective over the shard's group where `reduce_hidden_grad`: one SUM of dL/dhidden.
 
@@ -146,7 +166,9 @@ def recompute_gradients(
     """
     tiles = gradient.tiles
     hidden, weight = tiles.hidden, tiles.weight
-    grad_hidden = torch.zeros(hidden.shape, dtype=tiles.dtype, device=tiles.device) if needs_input_grad[0] else None
+    grad_hidden = (
+        torch.zeros(hidden.shape, dtype=tiles.dtype, device=tiles.device) if needs_input_grad[0] else None
+    )
     grad_weight = WeightGradient(weight, accumulate_main_grad) if needs_input_grad[1] else None
     backpropagate(gradient, grad_hidden, grad_weight)
     if grad_hidden is not None:

@@ -39,7 +39,9 @@ class LogitTiles:
         return self.hidden.shape[0]
 
     def columns(self) -> Iterator[tuple[slice, Tensor]]:
-        """Local column ranges with their weight operand [C, H]. The outer loop: a widened weight tile serves all rows."""
+        """Local column ranges with their weight operand [C, H]. The outer loop: a widened weight tile
+        serves all rows.
+        """
         for columns in self.tiling.column_slices(self.shard.num_columns if self.num_rows else 0):
             yield columns, self.weight_operand(columns)
 
@@ -61,7 +63,9 @@ class LogitTiles:
         return as_operand(self.hidden[rows])
 
     def tile(self, scratch: Tensor | None, stash: "LogitStash | None", rows: slice, columns: slice) -> Tensor:
-        """Where a tile of logits lies: in the stash where there is one, else at the head of the flat `scratch`."""
+        """Where a tile of logits lies: in the stash where there is one, else at the head of the flat
+        `scratch`.
+        """
         return view(scratch, rows, columns) if stash is None else stash.tile(self.num_rows, rows, columns)
 
     def fill(self, out: Tensor, rows: slice, weight: Tensor) -> None:
@@ -97,8 +101,11 @@ class LogitStash:
         return self._buffer[start : start + (rows.stop - rows.start) * width].view(-1, width)
 
 
-def compute_row_statistics(tiles: LogitTiles, targets: Tensor, with_entropy: bool, stash: LogitStash | None = None) -> RowStatistics:
-    """Statistics of all rows over the whole vocabulary. Collective over the shard's group: one MAX and one SUM.
+def compute_row_statistics(
+    tiles: LogitTiles, targets: Tensor, with_entropy: bool, stash: LogitStash | None = None
+) -> RowStatistics:
+    """Statistics of all rows over the whole vocabulary. Collective over the shard's group: one MAX and one
+    SUM.
 
     Args:
         tiles: the logits.

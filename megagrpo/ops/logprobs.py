@@ -1,7 +1,7 @@
 """Log-probs and entropy of an output layer without its logits: four GEMMs, one MAX, one SUM, any loss.
 
-The forward keeps the hidden states and one normaliser a row; the backward recomputes the logits tile by tile. Memory beyond inputs and
-gradients is a few tiles, whatever T, and rows outside the loss mask never enter.
+The forward keeps the hidden states and one normaliser a row; the backward recomputes the logits tile by tile.
+Memory beyond inputs and gradients is a few tiles, whatever T, and rows outside the loss mask never enter.
 """
 
 from dataclasses import dataclass
@@ -40,20 +40,24 @@ def linear_logprobs(
     reduce_hidden_grad: bool = True,
     accumulate_main_grad: bool = True,
 ) -> LinearLogprobs:
-    """log softmax(hidden @ weight.T / temperature)[target], with its entropy, differentiable in hidden and weight.
+    """log softmax(hidden @ weight.T / temperature)[target], with its entropy, differentiable in hidden and
+    weight.
 
-    Collective over `group`: one MAX and one SUM all-reduce in the forward, and one SUM of dL/dhidden in the backward where
+    Collective over `group`: one MAX and one SUM all-reduce in the forward, and one SUM of dL/dhidden in the
+        backward where
     `reduce_hidden_grad`; none where T is 0 (every rank of the group has the same rows).
 
     Args:
         hidden: [T, H] float; only the rows that take part in the loss. The same on every rank of the group.
-        weight: [Vp, H] of the same type; rank r of the group holds rows r * Vp .. (r + 1) * Vp of the padded vocabulary.
+        weight: [Vp, H] of the same type; rank r of the group holds rows r * Vp .. (r + 1) * Vp of the padded
+            vocabulary.
         targets: [T] int64 global token ids.
         vocab_size: the true V; padded columns beyond it never take part.
         temperature: scalar or [T]; the logits are divided by it once.
         group: tensor-parallel group, None for one rank.
         compute_entropy: also return the entropy.
-        reduce_hidden_grad: all-reduce dL/dhidden over the group; False where a sequence-parallel gather reduce-scatters it.
+        reduce_hidden_grad: all-reduce dL/dhidden over the group; False where a sequence-parallel gather
+            reduce-scatters it.
         accumulate_main_grad: add the weight's gradient in float32 to `weight.main_grad` where it has one.
 
     Returns:
@@ -72,7 +76,17 @@ def linear_logprobs(
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, shard, compute_entropy, reduce_hidden_grad, accumulate_main_grad):
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        targets,
+        temperature,
+        shard,
+        compute_entropy,
+        reduce_hidden_grad,
+        accumulate_main_grad,
+    ):
         tiles = LogitTiles(hidden, weight, shard, temperature)
         statistics = compute_row_statistics(tiles, targets, compute_entropy)
         entropy = statistics.entropy()
@@ -88,4 +102,6 @@ class _LinearLogprobs(torch.autograd.Function):
         gradient = LogitGradient(LogitTiles(hidden, weight, ctx.shard, ctx.temperature), log2_normaliser)
         gradient.add_logprobs(grad_logprobs, targets)
         gradient.add_entropy(grad_entropy, entropy)
-        return *recompute_gradients(gradient, ctx.needs_input_grad, ctx.reduce_hidden_grad, ctx.accumulate_main_grad), *[None] * 6
+        return *recompute_gradients(
+            gradient, ctx.needs_input_grad, ctx.reduce_hidden_grad, ctx.accumulate_main_grad
+        ), *[None] * 6

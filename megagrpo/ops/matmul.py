@@ -1,7 +1,8 @@
 """GEMMs with float32 results from operands of any float type.
 
-A bfloat16 GEMM that also rounds its result to bfloat16 would cost the log-probs three decimal digits. Accelerators can keep the float32
-accumulator (`out_dtype`); CPUs can't, and multiply float32 faster than bfloat16 anyway, so there the operands are widened tile by tile.
+A bfloat16 GEMM that also rounds its result to bfloat16 would cost the log-probs three decimal digits.
+Accelerators can keep the float32 accumulator (`out_dtype`); CPUs can't, and multiply float32 faster than
+bfloat16 anyway, so there the operands are widened tile by tile.
 """
 
 import torch
@@ -14,12 +15,16 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_operand(tensor: Tensor) -> Tensor:
-    """`tensor` in the type the device multiplies it in: widened to float32 on a CPU, as it is on an accelerator."""
+    """`tensor` in the type the device multiplies it in: widened to float32 on a CPU, as it is on an
+    accelerator.
+    """
     return tensor.to(statistics_dtype(tensor.dtype)) if tensor.device.type == "cpu" else tensor
 
 
 def multiply_transposed(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """out = scale * left @ right.T, with out [R, C] in float32 or wider, left [R, H], right [C, H] operands."""
+    """out = scale * left @ right.T, with out [R, C] in float32 or wider, left [R, H], right [C, H]
+    operands.
+    """
     if left.dtype == out.dtype:
         torch.addmm(out, left, right.t(), beta=0, alpha=scale, out=out)
     else:
@@ -28,7 +33,9 @@ def multiply_transposed(out: Tensor, left: Tensor, right: Tensor, scale: float) 
 
 
 def accumulate(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """out += left @ right, with out [M, N] in float32 or wider; left [M, K] is rounded to the type of right [K, N]."""
+    """out += left @ right, with out [M, N] in float32 or wider; left [M, K] is rounded to the type of
+    right [K, N].
+    """
     if right.dtype == out.dtype:
         out.addmm_(left, right)
     else:

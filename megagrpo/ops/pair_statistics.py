@@ -1,4 +1,6 @@
-"""Softmax statistics of two models over the same vocabulary tiles, for the divergence of one from the other."""
+"""Softmax statistics of two models over the same vocabulary tiles, for the divergence of one from the
+other.
+"""
 
 import torch
 from torch import Tensor
@@ -11,8 +13,9 @@ from megagrpo.ops.vocab_shard import VocabShard
 class PairStatistics:
     """Statistics of actor and reference, and what their divergence needs.
 
-    gap = sum_j 2^(x_j - m) ((x_j - m) - (y_j - n)), with the actor's base-2 logits x and maximum m, and the reference's y and n. Taking
-    the difference for each column, before the sum, keeps a small divergence accurate.
+    gap = sum_j 2^(x_j - m) ((x_j - m) - (y_j - n)), with the actor's base-2 logits x and maximum m, and the
+    reference's y and n. Taking the difference for each column, before the sum, keeps a small divergence
+    accurate.
     """
 
     def __init__(self, tiles: LogitTiles):
@@ -21,7 +24,9 @@ class PairStatistics:
         self.gap = torch.zeros_like(self.actor.total)
 
     def update(self, rows: slice, x: Tensor, y: Tensor, scratch: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Takes a tile of both models' logits x, y [R, C] into account; the first two of the [R, C] scratch may be x and y themselves."""
+        """Takes a tile of both models' logits x, y [R, C] into account; the first two of the [R, C]
+        scratch may be x and y themselves.
+        """
         centred, gap, exponential = scratch
         shift, rescale = self.actor.recentre(rows, x, centred)
         reference_shift, _ = self.reference.recentre(rows, y, gap)
@@ -52,7 +57,11 @@ class PairStatistics:
 
     def kl(self) -> Tensor:
         """[T] divergence in nats; rounding may take a divergence of nearly 0 below it, hence the clamp."""
-        return (self.gap / self.actor.total - torch.log2(self.actor.total / self.reference.total)).mul_(LN2).clamp_(min=0)
+        return (
+            (self.gap / self.actor.total - torch.log2(self.actor.total / self.reference.total))
+            .mul_(LN2)
+            .clamp_(min=0)
+        )
 
 
 def compute_pair_statistics(

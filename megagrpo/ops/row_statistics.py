@@ -1,8 +1,9 @@
 """Softmax statistics of rows whose logits are seen one vocabulary tile at a time.
 
-Everything is in base 2: x = logit * log2(e) / temperature, so that the exponentials are `exp2` (a third of the cost of `exp` on a CPU)
-and the factor rides along in the GEMM. With m the running maximum, a row keeps (Milakov & Gimelshein 2018, arXiv:1805.02867, Algorithm 3,
-extended by the first moment)
+Everything is in base 2: x = logit * log2(e) / temperature, so that the exponentials are `exp2` (a third of
+    the cost of `exp` on a CPU)
+and the factor rides along in the GEMM. With m the running maximum, a row keeps (Milakov & Gimelshein 2018,
+arXiv:1805.02867, Algorithm 3, extended by the first moment)
 
     total = sum_j 2^(x_j - m)        moment = sum_j 2^(x_j - m) (x_j - m)        target = x_y
 
@@ -19,7 +20,8 @@ from megagrpo.ops.vocab_shard import VocabShard
 
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
-# Stands for "no column seen yet". Finite, because 2^(-inf - -inf) would be NaN on ranks that hold padding alone.
+# Stands for "no column seen yet". Finite, because 2^(-inf - -inf) would be NaN on ranks that hold padding
+# alone.
 _LOWEST = -1e30
 
 
@@ -72,7 +74,8 @@ class RowStatistics:
         """Raises the running maximum to the tile's x [R, C] and writes centred = x - maximum.
 
         Returns:
-            shift [R] = old maximum - new maximum (never positive) and rescale [R] = 2^shift, which the sums were multiplied by.
+            shift [R] = old maximum - new maximum (never positive) and rescale [R] = 2^shift, which the sums
+            were multiplied by.
         """
         maximum = self.maximum[rows]
         raised = torch.maximum(maximum, x.amax(dim=1))
@@ -85,23 +88,30 @@ class RowStatistics:
         rescale = torch.exp2(shift)
         total = self.total[rows].mul_(rescale)
         if self.moment is not None:
-            # sum 2^(x-m') (x-m') = 2^(m-m') (moment + (m - m') total). Where no column was seen, a shift of -1e30 meets a total of 0.
+            # sum 2^(x-m') (x-m') = 2^(m-m') (moment + (m - m') total). Where no column was seen, a shift of
+            # -1e30 meets a total of 0.
             self.moment[rows].mul_(rescale).addcmul_(total, shift)
         return rescale
 
     def move_to(self, maximum: Tensor) -> tuple[Tensor, Tensor]:
-        """Expresses the sums relative to `maximum` [T], at least the present one; returns what `recentre` returns."""
+        """Expresses the sums relative to `maximum` [T], at least the present one; returns what `recentre`
+        returns.
+        """
         shift = self.maximum - maximum
         self.maximum.copy_(maximum)
         return shift, self._rescale(slice(None), shift)
 
     def set_target(self, rows: slice, x: Tensor, inside: Tensor, position: Tensor) -> None:
-        """Keeps the target's logit of the rows [R] whose target lies `inside` the tile x [R, C] at `position` [R, 1]."""
+        """Keeps the target's logit of the rows [R] whose target lies `inside` the tile x [R, C] at
+        `position` [R, 1].
+        """
         target = self.target[rows]
         torch.where(inside, x.gather(1, position).squeeze(1), target, out=target)
 
     def all_reduce_(self, shard: VocabShard) -> None:
-        """Collective over the shard's group: one MAX, one fused SUM. Afterwards every rank has the whole vocabulary's statistics."""
+        """Collective over the shard's group: one MAX, one fused SUM. Afterwards every rank has the whole
+        vocabulary's statistics.
+        """
         if shard.group is not None:
             maximum = self.maximum.clone()
             shard.all_reduce_max_(maximum)

@@ -1,10 +1,13 @@
-"""Token-level losses with known denominators: three GEMMs, because the gradient is formed while the logits are still there.
+"""Token-level losses with known denominators: three GEMMs, because the gradient is formed while the logits
+are still there.
 
-Where a token's loss needs nothing of the other rows, its gradient is known as soon as its log-prob is. So a chunk of rows keeps its
-logits (a bounded stash), evaluates the loss, and turns the stash into gradients at once; nothing is recomputed and the backward only
-hands the results on. Losses that couple rows, or whose denominator comes later, take `linear_logprobs`, unless all rows fit one chunk.
+Where a token's loss needs nothing of the other rows, its gradient is known as soon as its log-prob is. So a
+chunk of rows keeps its logits (a bounded stash), evaluates the loss, and turns the stash into gradients at
+once; nothing is recomputed and the backward only hands the results on. Losses that couple rows, or whose
+denominator comes later, take `linear_logprobs`, unless all rows fit one chunk.
 
-On several ranks a row's gradient needs its normaliser over the whole vocabulary, so each chunk costs one MAX and one SUM of a few rows'
+On several ranks a row's gradient needs its normaliser over the whole vocabulary, so each chunk costs one MAX
+and one SUM of a few rows'
 length: one pair for a micro-batch that fits the stash.
 """
 
@@ -25,7 +28,8 @@ from megagrpo.ops.tiling import choose_stash_rows, even_slices
 from megagrpo.ops.vocab_shard import VocabShard, check_inputs, check_reference
 from megagrpo.ops.weight_gradient import WeightGradient
 
-# (logprobs [R], entropy [R] or None, rows of the input; with a reference also kl [R]) -> loss of each row, weighted, [R]
+# (logprobs [R], entropy [R] or None, rows of the input; with a reference also kl [R]) -> loss of each row,
+# weighted, [R]
 TokenLoss = Callable[..., Tensor]
 
 
@@ -61,29 +65,37 @@ def linear_token_loss(
     accumulate_main_grad: bool = True,
     loss_scale: float = 1.0,
 ) -> LinearTokenLoss:
-    """Sum over rows of loss_fn(log-prob, entropy, rows), with the gradients of `linear_logprobs` at three quarters of its GEMMs.
+    """Sum over rows of loss_fn(log-prob, entropy, rows), with the gradients of `linear_logprobs` at three
+    quarters of its GEMMs.
 
-    With a reference the loss also sees the exact KL: loss_fn(log-prob, entropy, rows, kl), at four GEMMs where `linear_exact_kl` has six.
+    With a reference the loss also sees the exact KL: loss_fn(log-prob, entropy, rows, kl), at four GEMMs
+        where `linear_exact_kl` has six.
 
-    Collective over `group`: one MAX and one SUM for each chunk of rows that fits the stash (see the module's head), and one SUM of
+    Collective over `group`: one MAX and one SUM for each chunk of rows that fits the stash (see the module's
+        head), and one SUM of
     dL/dhidden, in the forward; none where T is 0.
 
-    The weight's gradient goes to `weight.main_grad` in the FORWARD where the parameter has one. It must therefore be zeroed before the
-    forward, the call must not be replayed by activation recompute, and the factor that the backward will bring must be known: it is
-    `loss_scale` (for example 1 / micro-batches, or the dynamic scale of float16).
+    The weight's gradient goes to `weight.main_grad` in the FORWARD where the parameter has one. It must
+    therefore be zeroed before the forward, the call must not be replayed by activation recompute, and the
+    factor that the backward will bring must be known: it is `loss_scale` (for example 1 / micro-batches, or
+        the dynamic scale of float16).
 
     Args:
         hidden: [T, H] float; only the rows that take part in the loss. The same on every rank of the group.
-        weight: [Vp, H] of the same type; rank r of the group holds rows r * Vp .. (r + 1) * Vp of the padded vocabulary.
+        weight: [Vp, H] of the same type; rank r of the group holds rows r * Vp .. (r + 1) * Vp of the padded
+            vocabulary.
         targets: [T] int64 global token ids.
-        loss_fn: called on consecutive row ranges that cover [T], with leaves that require grad; its rows must not depend on each other
-            across calls, and must be the same on every rank of the group. Its entropy gradient is followed where it uses the entropy.
+        loss_fn: called on consecutive row ranges that cover [T], with leaves that require grad; its rows must
+            not depend on each other across calls, and must be the same on every rank of the group. Its
+            entropy gradient is followed where it uses the entropy.
         vocab_size: the true V; padded columns beyond it never take part.
         temperature: scalar or [T]; the logits are divided by it once.
         group: tensor-parallel group, None for one rank.
         compute_entropy: pass the entropy to loss_fn and return it.
-        reference: (hidden [T, H'], weight [Vp, H']) of the reference model, a constant, split alike; None leaves the KL out.
-        reduce_hidden_grad: all-reduce dL/dhidden over the group; False where a sequence-parallel gather reduce-scatters it.
+        reference: (hidden [T, H'], weight [Vp, H']) of the reference model, a constant, split alike; None
+            leaves the KL out.
+        reduce_hidden_grad: all-reduce dL/dhidden over the group; False where a sequence-parallel gather
+            reduce-scatters it.
         accumulate_main_grad: add the weight's gradient in float32 to `weight.main_grad` where it has one.
         loss_scale: what the backward will multiply the returned loss by; only used with `main_grad`.
 
@@ -92,19 +104,25 @@ def linear_token_loss(
 
     Raises:
         UserError: shapes, types, targets or temperature out of range.
-        RuntimeError: in the backward, where the gradient is in `main_grad` already and the factor that came is not `loss_scale`.
+        RuntimeError: in the backward, where the gradient is in `main_grad` already and the factor that came
+            is not `loss_scale`.
     """
     check_inputs("linear_token_loss", hidden, weight, targets, vocab_size, temperature)
     if reference is not None:
         check_reference("linear_token_loss", *reference, hidden, weight)
         reference = tuple(tensor.detach() for tensor in reference)
     shard = VocabShard.of(weight, vocab_size, group)
-    options = _Options(loss_fn, temperature, reference, compute_entropy, reduce_hidden_grad, accumulate_main_grad, loss_scale)
-    return LinearTokenLoss(*_LinearTokenLoss.apply(hidden, weight, targets, shard, options, torch.is_grad_enabled()))
+    options = _Options(
+        loss_fn, temperature, reference, compute_entropy, reduce_hidden_grad, accumulate_main_grad, loss_scale
+    )
+    return LinearTokenLoss(
+        *_LinearTokenLoss.apply(hidden, weight, targets, shard, options, torch.is_grad_enabled())
+    )
 
 
 def fits_one_chunk(hidden: Tensor, weight: Tensor, with_reference: bool = False) -> bool:
-    """Whether `linear_token_loss` would call loss_fn once, on all rows: then even a loss that couples rows may use it.
+    """Whether `linear_token_loss` would call loss_fn once, on all rows: then even a loss that couples rows
+    may use it.
 
     The same on every rank of a tensor-parallel group.
     """
@@ -127,24 +145,38 @@ class _Options(NamedTuple):
 
 
 class _Chunks:
-    """Scores the input and differentiates the loss, one chunk of rows after the other, in one stash (two with a reference)."""
+    """Scores the input and differentiates the loss, one chunk of rows after the other, in one stash (two
+    with a reference).
+    """
 
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, options: _Options):
-        self.hidden, self.weight, self.targets, self.shard, self.options = hidden, weight, targets, shard, options
+        self.hidden, self.weight, self.targets, self.shard, self.options = (
+            hidden,
+            weight,
+            targets,
+            shard,
+            options,
+        )
         dtype = statistics_dtype(hidden.dtype)
         self.max_rows = _max_rows(hidden, weight, options.reference is not None)
         rows = min(self.max_rows, len(hidden))
         self.stash = LogitStash(rows, shard.num_columns, hidden, dtype)
-        self.reference_stash = None if options.reference is None else LogitStash(rows, shard.num_columns, hidden, dtype)
+        self.reference_stash = (
+            None if options.reference is None else LogitStash(rows, shard.num_columns, hidden, dtype)
+        )
 
     def slices(self) -> Iterator[slice]:
         """The chunks' rows."""
         return even_slices(len(self.hidden), self.max_rows)
 
     def score(self, rows: slice, scale: float) -> tuple[Tensor, list[Tensor | None], LogitGradient]:
-        """Losses [R], [log-probs, entropy, KL] of [R] or None, and the gradient of scale * losses. Collective: one MAX, one SUM."""
+        """Losses [R], [log-probs, entropy, KL] of [R] or None, and the gradient of scale * losses.
+        Collective: one MAX, one SUM.
+        """
         options, targets = self.options, self.targets[rows]
-        temperature = options.temperature[rows] if isinstance(options.temperature, Tensor) else options.temperature
+        temperature = (
+            options.temperature[rows] if isinstance(options.temperature, Tensor) else options.temperature
+        )
         tiles = LogitTiles(self.hidden[rows], self.weight, self.shard, temperature)
         pair = None
         if options.reference is None:
@@ -153,7 +185,11 @@ class _Chunks:
             reference = LogitTiles(options.reference[0][rows], options.reference[1], self.shard, temperature)
             pair = compute_pair_statistics(tiles, reference, targets, self.stash, self.reference_stash)
             statistics = pair.actor
-        scores = [statistics.logprobs(), statistics.entropy() if options.with_entropy else None, None if pair is None else pair.kl()]
+        scores = [
+            statistics.logprobs(),
+            statistics.entropy() if options.with_entropy else None,
+            None if pair is None else pair.kl(),
+        ]
         losses, grads = _differentiate(options.loss_fn, scores, rows, scale)
         gradient = LogitGradient(tiles, statistics.log2_normaliser())
         gradient.add_logprobs(grads[0], targets)
@@ -176,7 +212,9 @@ class _LinearTokenLoss(torch.autograd.Function):
 
         loss = torch.zeros((), dtype=dtype, device=hidden.device)
         kept = (True, options.with_entropy, options.reference is not None)
-        results = [torch.empty(len(hidden), dtype=dtype, device=hidden.device) if keep else None for keep in kept]
+        results = [
+            torch.empty(len(hidden), dtype=dtype, device=hidden.device) if keep else None for keep in kept
+        ]
         for rows in chunks.slices():
             losses, scores, gradient = chunks.score(rows, 1.0 if ctx.loss_scale is None else ctx.loss_scale)
             loss += losses.sum()
@@ -195,30 +233,48 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, *_unused):
         if ctx.gradients is None:
-            raise RuntimeError("linear_token_loss: its gradients were handed on already; a second backward through it is not possible")
+            raise RuntimeError(
+                "linear_token_loss: its gradients were handed on already; a second backward "
+                "through it is not possible"
+            )
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         if ctx.loss_scale is not None:
             _check_scale(grad_loss, ctx.loss_scale)
             grad_loss = None
         if grad_hidden is not None:
-            grad_hidden = (grad_hidden if grad_loss is None else grad_hidden.mul_(grad_loss)).to(ctx.hidden_dtype)
-        return grad_hidden, None if grad_weight is None else grad_weight.autograd_result(grad_loss), *[None] * 4
+            grad_hidden = (grad_hidden if grad_loss is None else grad_hidden.mul_(grad_loss)).to(
+                ctx.hidden_dtype
+            )
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.autograd_result(grad_loss),
+            *[None] * 4,
+        )
 
 
 def _differentiate(
     loss_fn: TokenLoss, scores: list[Tensor | None], rows: slice, scale: float
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Losses [R] of a chunk, detached, and scale * the gradient of their sum by log-prob, entropy and KL; None where it is 0."""
+    """Losses [R] of a chunk, detached, and scale * the gradient of their sum by log-prob, entropy and KL;
+    None where it is 0.
+    """
     with torch.enable_grad():
-        logprobs, entropy, kl = (None if score is None else score.detach().requires_grad_() for score in scores)
+        logprobs, entropy, kl = (
+            None if score is None else score.detach().requires_grad_() for score in scores
+        )
         losses = loss_fn(logprobs, entropy, rows) if kl is None else loss_fn(logprobs, entropy, rows, kl)
         if losses.shape != logprobs.shape:
-            raise UserError(f"linear_token_loss: loss_fn returned {list(losses.shape)}; allowed is one loss a row, {list(logprobs.shape)}")
+            raise UserError(
+                f"linear_token_loss: loss_fn returned {list(losses.shape)}; allowed is one loss "
+                f"a row, {list(logprobs.shape)}"
+            )
         if not losses.requires_grad:
             return losses, (None, None, None)
         leaves = [leaf for leaf in (logprobs, entropy, kl) if leaf is not None]
         gradients = iter(torch.autograd.grad(losses.sum() * scale, leaves, allow_unused=True))
-    return losses.detach(), tuple(None if leaf is None else next(gradients) for leaf in (logprobs, entropy, kl))
+    return losses.detach(), tuple(
+        None if leaf is None else next(gradients) for leaf in (logprobs, entropy, kl)
+    )
 
 
 def _check_scale(grad_loss: Tensor, loss_scale: float) -> None:
@@ -228,6 +284,7 @@ def _check_scale(grad_loss: Tensor, loss_scale: float) -> None:
         torch._assert_async(close)
     elif not close:
         raise RuntimeError(
-            f"linear_token_loss: the backward brings a factor of {float(grad_loss):g}, but main_grad already holds the gradient for "
+            f"linear_token_loss: the backward brings a factor of {float(grad_loss):g}, but main_grad "
+            "already holds the gradient for "
             f"loss_scale = {loss_scale:g}"
         )

@@ -34,7 +34,9 @@ class VocabShard:
         rank = 0 if group is None else group.rank()
         rows = weight.shape[0]
         if not 0 < vocab_size <= rows * tp:
-            raise UserError(f"vocab_size = {vocab_size}, but {tp} x {rows} = {tp * rows} weight rows are there")
+            raise UserError(
+                f"vocab_size = {vocab_size}, but {tp} x {rows} = {tp * rows} weight rows are there"
+            )
         return cls(rank * rows, max(0, min(rows, vocab_size - rank * rows)), group if tp > 1 else None)
 
     def all_reduce_max_(self, tensor: Tensor) -> None:
@@ -58,29 +60,47 @@ class VocabShard:
         return (position >= 0) & (position < width), position.clamp(0, width - 1).unsqueeze(1)
 
 
-def check_inputs(name: str, hidden: Tensor, weight: Tensor, targets: Tensor | None, vocab_size: int, temperature: float | Tensor) -> None:
+def check_inputs(
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor | None,
+    vocab_size: int,
+    temperature: float | Tensor,
+) -> None:
     """Rejects what would give wrong numbers silently.
 
     Raises:
         UserError: one line with the argument, its value and what is allowed.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise UserError(f"{name}: hidden is {list(hidden.shape)} and weight {list(weight.shape)}; allowed are [T, H] and [Vp, H]")
+        raise UserError(
+            f"{name}: hidden is {list(hidden.shape)} and weight {list(weight.shape)}; allowed "
+            "are [T, H] and [Vp, H]"
+        )
     if hidden.dtype != weight.dtype or not hidden.dtype.is_floating_point:
-        raise UserError(f"{name}: hidden is {hidden.dtype} and weight {weight.dtype}; they must be of one float type")
+        raise UserError(
+            f"{name}: hidden is {hidden.dtype} and weight {weight.dtype}; they must be of one float type"
+        )
     rows = hidden.shape[0]
     if targets is not None:
         if targets.shape != (rows,) or targets.dtype != torch.int64:
-            raise UserError(f"{name}: targets is {list(targets.shape)} {targets.dtype}; allowed is [{rows}] int64")
+            raise UserError(
+                f"{name}: targets is {list(targets.shape)} {targets.dtype}; allowed is [{rows}] int64"
+            )
         _check_range(name, targets, vocab_size)
     if isinstance(temperature, Tensor):
         if temperature.shape != (rows,):
-            raise UserError(f"{name}: temperature is {list(temperature.shape)}; allowed are a float and [{rows}]")
+            raise UserError(
+                f"{name}: temperature is {list(temperature.shape)}; allowed are a float and [{rows}]"
+            )
     elif not temperature > 0:
         raise UserError(f"{name}: temperature = {temperature}; it must be > 0")
 
 
-def check_reference(name: str, reference_hidden: Tensor, reference_weight: Tensor, hidden: Tensor, weight: Tensor) -> None:
+def check_reference(
+    name: str, reference_hidden: Tensor, reference_weight: Tensor, hidden: Tensor, weight: Tensor
+) -> None:
     """Rejects a reference whose rows or columns are not the actor's.
 
     Raises:

@@ -1,10 +1,13 @@
-"""Where the gradient of the output weight goes: straight into Megatron's `main_grad`, or into a buffer that autograd gets.
+"""Where the gradient of the output weight goes: straight into Megatron's `main_grad`, or into a buffer that
+autograd gets.
 
-Megatron's DDP gives each parameter a float32 `main_grad` and a flag `grad_added_to_main_grad`. A backward that adds to `main_grad` itself
-sets the flag and returns a dummy gradient, whose only use is to make autograd run DDP's hook for the parameter (with overlapped
-reduction the hook insists on a gradient). Where an embedding on the same rank shares the weight Megatron sets `zero_out_wgrad`: the hook
-then adds what autograd summed for the parameter, which must be the embedding's part alone, so no dummy is returned. Reference:
-megatron/core/distributed/distributed_data_parallel.py (`_make_backward_post_hook`), megatron/core/tensor_parallel/layers.py.
+Megatron's DDP gives each parameter a float32 `main_grad` and a flag `grad_added_to_main_grad`. A backward
+that adds to `main_grad` itself sets the flag and returns a dummy gradient, whose only use is to make autograd
+run DDP's hook for the parameter (with overlapped reduction the hook insists on a gradient). Where an
+embedding on the same rank shares the weight Megatron sets `zero_out_wgrad`: the hook then adds what autograd
+summed for the parameter, which must be the embedding's part alone, so no dummy is returned. Reference:
+megatron/core/distributed/distributed_data_parallel.py (`_make_backward_post_hook`),
+megatron/core/tensor_parallel/layers.py.
 """
 
 import torch
@@ -26,10 +29,14 @@ class WeightGradient:
         main_grad = getattr(weight, "main_grad", None) if to_main_grad else None
         self.in_main_grad = main_grad is not None
         dtype = statistics_dtype(weight.dtype)
-        self.buffer = main_grad if self.in_main_grad else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        self.buffer = (
+            main_grad if self.in_main_grad else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        )
 
     def add_(self, columns: slice, logit_gradient: Tensor, hidden: Tensor) -> None:
-        """buffer[columns] += logit_gradient.T @ hidden, with logit_gradient [R, C] float32 and hidden [R, H] an operand."""
+        """buffer[columns] += logit_gradient.T @ hidden, with logit_gradient [R, C] float32 and hidden [R,
+        H] an operand.
+        """
         tile = self.buffer[columns]
         if tile.dtype == logit_gradient.dtype:
             accumulate(tile, logit_gradient.t(), hidden)
@@ -43,7 +50,8 @@ class WeightGradient:
         """What the autograd function returns for the weight.
 
         Args:
-            scale: scalar to multiply a returned buffer by, in place; a gradient that is already in `main_grad` is never scaled.
+            scale: scalar to multiply a returned buffer by, in place; a gradient that is already in
+                `main_grad` is never scaled.
 
         Returns:
             The gradient [Vp, H] in the weight's type; a dummy or None where it is in `main_grad` already.

@@ -49,7 +49,9 @@ class ParallelGroups:
 
     @property
     def reports_losses(self) -> bool:
-        """Say whether this rank's losses and metrics enter a sum over all ranks: one tp rank of each context parallel part."""
+        """Say whether this rank's losses and metrics enter a sum over all ranks: one tp rank of each
+        context parallel part.
+        """
         return self.is_last_stage and self.tp_rank == 0
 
 
@@ -74,7 +76,8 @@ def build_groups(layout: ParallelLayout, timeout_seconds: int) -> ParallelGroups
         expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=max(1, timeout_seconds // 60),
     )
-    # Megatron forks this tracker for dropout and recompute; nothing in a run draws from it, so its seed is not a setting.
+    # Megatron forks this tracker for dropout and recompute; nothing in a run draws from it, so its seed is
+    # not a setting.
     model_parallel_cuda_manual_seed(0)
     return ParallelGroups(
         layout=layout,
@@ -100,8 +103,8 @@ def build_groups(layout: ParallelLayout, timeout_seconds: int) -> ParallelGroups
 def _start_process_group(timeout: timedelta) -> None:
     """Join the ranks that torchrun started; a single process needs no launcher and no port.
 
-    Each start of a process, and each restart of the ranks by torchrun, uses keys of its own in the launcher's store, which outlives them:
-    those of a group that was destroyed, or of ranks that died, name dead sockets.
+    Each start of a process, and each restart of the ranks by torchrun, uses keys of its own in the launcher's
+    store, which outlives them: those of a group that was destroyed, or of ranks that died, name dead sockets.
     """
     start = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/start_{next(_starts)}"
     if "RANK" in os.environ:
@@ -110,7 +113,11 @@ def _start_process_group(timeout: timedelta) -> None:
         store, rank, world_size = dist.HashStore(), 0, 1
     store.set_timeout(timeout)
     dist.init_process_group(
-        device_module.backend(), timeout=timeout, store=dist.PrefixStore(start, store), rank=rank, world_size=world_size
+        device_module.backend(),
+        timeout=timeout,
+        store=dist.PrefixStore(start, store),
+        rank=rank,
+        world_size=world_size,
     )
 
 
@@ -124,7 +131,9 @@ def destroy_groups() -> None:
 
 
 def all_gather_metadata(value: Any) -> list[Any]:
-    """Return every rank's `value`, by rank. Collective over all ranks; for small objects, never for token tensors."""
+    """Return every rank's `value`, by rank. Collective over all ranks; for small objects, never for token
+    tensors.
+    """
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered

@@ -1,6 +1,7 @@
 """The rank grid as pure arithmetic: which rank holds which shard. Imports no torch.
 
-Order of the axes, fastest first: tp, cp, dp, pp (Megatron-core's default `tp-cp-ep-dp-pp` without an expert axis). Experts have a grid
+Order of the axes, fastest first: tp, cp, dp, pp (Megatron-core's default `tp-cp-ep-dp-pp` without an expert
+    axis). Experts have a grid
 of their own over the same ranks: etp, ep, expert dp, pp.
 """
 
@@ -60,28 +61,37 @@ class ParallelLayout:
     def dp(self) -> int:
         """Replicas. Raises ValueError where the world does not divide."""
         if self.world_size % self.model_size:
-            raise ValueError(f"{self.world_size} ranks are not a multiple of tp * cp * pp = {self.model_size}")
+            raise ValueError(
+                f"{self.world_size} ranks are not a multiple of tp * cp * pp = {self.model_size}"
+            )
         return self.world_size // self.model_size
 
     @property
     def min_microbatches(self) -> int:
-        """Micro-batches that a rank should have per update, where there are enough sequences: 1, or 2 per pipeline stage.
+        """Micro-batches that a rank should have per update, where there are enough sequences: 1, or 2 per
+        pipeline stage.
 
-        A pipeline of p stages is busy m / (m + p - 1) of the time with m micro-batches: 80 % for p = 2 and m = 4. More of them would
-        make the matrix products thin.
+        A pipeline of p stages is busy m / (m + p - 1) of the time with m micro-batches: 80 % for p = 2 and m
+        = 4. More of them would make the matrix products thin.
         """
         return 1 if self.pp == 1 else 2 * self.pp
 
     @property
     def microbatch_multiple(self) -> int:
-        """What the number of micro-batches must be a multiple of: the interleaved schedule runs them in rounds of pp."""
+        """What the number of micro-batches must be a multiple of: the interleaved schedule runs them in
+        rounds of pp.
+        """
         return 1 if self.vpp is None else self.pp
 
     def chunk_layers(self, num_layers: int) -> list[int]:
-        """Return the layers of each of the pp * vpp model chunks, in the model's order; chunk k is on stage k % pp."""
+        """Return the layers of each of the pp * vpp model chunks, in the model's order; chunk k is on
+        stage k % pp.
+        """
         if self.pipeline_layout is not None:
             return [chunk.count("t") for chunk in expand_pipeline_layout(self.pipeline_layout)]
-        return split_layers(num_layers, self.pp, self.vpp or 1, self.layers_first_stage, self.layers_last_stage)
+        return split_layers(
+            num_layers, self.pp, self.vpp or 1, self.layers_first_stage, self.layers_last_stage
+        )
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return where `rank` stands. Raises ValueError for a rank outside the world."""
@@ -99,30 +109,50 @@ class ParallelLayout:
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Return the rank at these coordinates. Raises ValueError for an index outside its axis."""
-        for name, index, size in (("tp", tp, self.tp), ("cp", cp, self.cp), ("dp", dp, self.dp), ("pp", pp, self.pp)):
+        for name, index, size in (
+            ("tp", tp, self.tp),
+            ("cp", cp, self.cp),
+            ("dp", dp, self.dp),
+            ("pp", pp, self.pp),
+        ):
             if not 0 <= index < size:
                 raise ValueError(f"{name} index {index} is not in 0 .. {size - 1}")
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def ranks_of_replica(self, dp: int) -> list[int]:
         """Return the ranks that hold replica `dp`, stage by stage."""
-        return [self.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)]
+        return [
+            self.rank_of(tp=tp, cp=cp, dp=dp, pp=pp)
+            for pp in range(self.pp)
+            for cp in range(self.cp)
+            for tp in range(self.tp)
+        ]
 
     def validate(self, hf_config: Mapping[str, Any] | None = None) -> list[str]:
-        """Return what does not divide, one line each with the arithmetic; an empty list where the layout works.
+        """Return what does not divide, one line each with the arithmetic; an empty list where the layout
+        works.
 
         Args:
             hf_config: the model's `config.json`; without it only the world size is checked.
         """
         problems = []
         if self.world_size % self.model_size:
-            factors = " * ".join(f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if size > 1)
-            problems.append(f"{self.world_size} ranks are not a multiple of {factors or 'tp * pp'} = {self.model_size}")
+            factors = " * ".join(
+                f"{name} {size}"
+                for name, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp))
+                if size > 1
+            )
+            problems.append(
+                f"{self.world_size} ranks are not a multiple of {factors or 'tp * pp'} = {self.model_size}"
+            )
         elif self.etp is None and self.cp * self.dp % self.ep:
-            problems.append(f"ep {self.ep} does not divide cp * dp = {self.cp} * {self.dp} = {self.cp * self.dp}")
+            problems.append(
+                f"ep {self.ep} does not divide cp * dp = {self.cp} * {self.dp} = {self.cp * self.dp}"
+            )
         elif (stage := self.tp * self.cp * self.dp) % (self.expert_tp * self.ep):
             problems.append(
-                f"etp {self.etp} * ep {self.ep} = {self.expert_tp * self.ep} does not divide the ranks of a stage, "
+                f"etp {self.etp} * ep {self.ep} = {self.expert_tp * self.ep} does not divide the ranks of a "
+                "stage, "
                 f"tp * cp * dp = {self.tp} * {self.cp} * {self.dp} = {stage}"
             )
         return problems + self._validate_model(hf_config or {})
@@ -148,7 +178,9 @@ class ParallelLayout:
         problems += self._validate_stages(hf_config.get("num_hidden_layers"))
         if hf_config and experts is None:
             given = [("ep", self.ep > 1), ("etp", self.etp is not None)]
-            problems += [f"{axis} {getattr(self, axis)}: the model has no experts" for axis, is_set in given if is_set]
+            problems += [
+                f"{axis} {getattr(self, axis)}: the model has no experts" for axis, is_set in given if is_set
+            ]
         if self.vpp is not None and self.pp == 1:
             problems.append(f"vpp {self.vpp} needs pp > 1")
         return problems
@@ -158,17 +190,28 @@ class ParallelLayout:
         if self.pipeline_layout is None:
             if layers is None:
                 return []
-            return list(check_split(layers, self.pp, self.vpp, self.layers_first_stage, self.layers_last_stage))
+            return list(
+                check_split(layers, self.pp, self.vpp, self.layers_first_stage, self.layers_last_stage)
+            )
         problems = list(check_pipeline_layout(self.pipeline_layout, layers, self.pp, self.vpp))
         if self.layers_first_stage is not None or self.layers_last_stage is not None:
-            problems.append("pipeline_layout says how many layers each stage has; leave layers_first_stage and layers_last_stage out")
+            problems.append(
+                "pipeline_layout says how many layers each stage has; leave layers_first_stage "
+                "and layers_last_stage out"
+            )
         return problems
 
-    def nearest_valid(self, hf_config: Mapping[str, Any] | None = None, count: int = 3) -> list["ParallelLayout"]:
-        """Return up to `count` layouts of the same world that work, nearest first (fewest doublings of tp and pp away)."""
+    def nearest_valid(
+        self, hf_config: Mapping[str, Any] | None = None, count: int = 3
+    ) -> list["ParallelLayout"]:
+        """Return up to `count` layouts of the same world that work, nearest first (fewest doublings of tp
+        and pp away).
+        """
         sizes = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
         even = replace(self, layers_first_stage=None, layers_last_stage=None, pipeline_layout=None)
-        candidates = [replace(even, tp=tp, pp=pp, vpp=self.vpp if pp > 1 else None) for tp in sizes for pp in sizes]
+        candidates = [
+            replace(even, tp=tp, pp=pp, vpp=self.vpp if pp > 1 else None) for tp in sizes for pp in sizes
+        ]
         valid = [layout for layout in candidates if not layout.validate(hf_config)]
         return sorted(valid, key=self._distance)[:count]
 
@@ -178,16 +221,31 @@ class ParallelLayout:
 
     def describe(self) -> str:
         """Return the sizes that are not 1, e.g. `tp 2, pp 2, dp 1`; dp is always named."""
-        named = [("tp", self.tp), ("pp", self.pp), ("vpp", self.vpp), ("cp", self.cp), ("ep", self.ep), ("etp", self.etp)]
-        return ", ".join([f"{name} {size}" for name, size in named if size not in (None, 1)] + [f"dp {self.dp}"])
+        named = [
+            ("tp", self.tp),
+            ("pp", self.pp),
+            ("vpp", self.vpp),
+            ("cp", self.cp),
+            ("ep", self.ep),
+            ("etp", self.etp),
+        ]
+        return ", ".join(
+            [f"{name} {size}" for name, size in named if size not in (None, 1)] + [f"dp {self.dp}"]
+        )
 
     def grid(self) -> str:
-        """Return the grid as text: one line per replica, stages separated by bars, ranks of one stage in tp (then cp) order."""
+        """Return the grid as text: one line per replica, stages separated by bars, ranks of one stage in
+        tp (then cp) order.
+        """
         width = len(str(self.world_size - 1))
         lines = []
         for dp in range(self.dp):
             stages = [
-                " ".join(f"{self.rank_of(tp=tp, cp=cp, dp=dp, pp=pp):>{width}}" for cp in range(self.cp) for tp in range(self.tp))
+                " ".join(
+                    f"{self.rank_of(tp=tp, cp=cp, dp=dp, pp=pp):>{width}}"
+                    for cp in range(self.cp)
+                    for tp in range(self.tp)
+                )
                 for pp in range(self.pp)
             ]
             lines.append(f"replica {dp}: " + " | ".join(stages))

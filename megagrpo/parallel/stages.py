@@ -1,7 +1,8 @@
-"""How the layers are cut into pipeline chunks: even, with other first and last stages, or written out. Pure arithmetic.
+"""How the layers are cut into pipeline chunks: even, with other first and last stages, or written out. Pure
+arithmetic.
 
-A stage holds `vpp` chunks under interleaving, one otherwise; chunk k of the model is on stage k % pp. The written form is Megatron's: E
-embedding, t layer, L loss, | between chunks, `t*3` and `(tt|)*2` repeat.
+A stage holds `vpp` chunks under interleaving, one otherwise; chunk k of the model is on stage k % pp. The
+written form is Megatron's: E embedding, t layer, L loss, | between chunks, `t*3` and `(tt|)*2` repeat.
 
     pp 2, vpp 2:   Et|tt|t|tL    stage 0: Et and t, stage 1: tt and tL
 """
@@ -30,9 +31,15 @@ def split_layers(num_layers: int, pp: int, vpp: int, first: int | None, last: in
     return [layers // vpp for layers in stages] * vpp
 
 
-def check_split(num_layers: int, pp: int, vpp: int | None, first: int | None, last: int | None) -> Iterator[str]:
+def check_split(
+    num_layers: int, pp: int, vpp: int | None, first: int | None, last: int | None
+) -> Iterator[str]:
     """Yield what does not divide in a split by numbers, with the arithmetic."""
-    ends = [(name, layers) for name, layers in (("layers_first_stage", first), ("layers_last_stage", last)) if layers is not None]
+    ends = [
+        (name, layers)
+        for name, layers in (("layers_first_stage", first), ("layers_last_stage", last))
+        if layers is not None
+    ]
     if ends and pp == 1:
         yield f"{' and '.join(f'{name} {layers}' for name, layers in ends)} needs pp > 1"
         return
@@ -40,13 +47,18 @@ def check_split(num_layers: int, pp: int, vpp: int | None, first: int | None, la
     if not ends:
         sizes = f"pp {pp}" if vpp is None else f"pp {pp} * vpp {vpp} = {pp * vpp}"
         if num_layers % (pp * chunks):
-            yield f"{num_layers} layers are not a multiple of {sizes}: {num_layers} / {pp * chunks} = {num_layers / (pp * chunks):g}"
+            yield (
+                f"{num_layers} layers are not a multiple of {sizes}: {num_layers} / {pp * chunks} = "
+                f"{num_layers / (pp * chunks):g}"
+            )
         return
     taken = " - ".join(f"{layers} ({name})" for name, layers in ends)
     if middle == 0 and rest:
         yield f"{num_layers} layers - {taken} = {rest}, but no stage is left for them"
     elif rest < middle * chunks:
-        yield f"{num_layers} layers - {taken} = {rest}, too few for {middle} middle stages of at least {chunks}"
+        yield (
+            f"{num_layers} layers - {taken} = {rest}, too few for {middle} middle stages of at least {chunks}"
+        )
     elif middle and rest % (middle * chunks):
         each = f"{middle} middle stages" if vpp is None else f"{middle} middle stages * vpp {vpp}"
         share = f"{rest} / {middle * chunks} = {rest / (middle * chunks):g}"
@@ -64,7 +76,10 @@ def check_pipeline_layout(text: str, num_layers: int | None, pp: int, vpp: int |
     flat = "".join(chunks)
     unknown = sorted(set(flat) - set("EtL"))
     if unknown:
-        yield f"pipeline_layout {text!r}: {', '.join(map(repr, unknown))} is not a layer; E is the embedding, t a layer, L the loss, | cuts"
+        yield (
+            f"pipeline_layout {text!r}: {', '.join(map(repr, unknown))} is not a layer; E is the "
+            "embedding, t a layer, L the loss, | cuts"
+        )
         return
     if flat.count("E") != 1 or flat.count("L") != 1 or not flat.startswith("E") or not flat.endswith("L"):
         yield f"pipeline_layout {text!r}: must begin with its only E and end with its only L"

@@ -1,12 +1,16 @@
-"""Context parallelism: which packed tokens a rank holds, and the exchange of what attention needs of the others.
+"""Context parallelism: which packed tokens a rank holds, and the exchange of what attention needs of the
+others.
 
-A stretch of tokens is cut into 2 * cp equal chunks; rank r holds chunks r and 2 * cp - 1 - r, one after the other. A causal row costs as
-much as the rows before it, so an early and a late chunk together cost alike on every rank.
+A stretch of tokens is cut into 2 * cp equal chunks; rank r holds chunks r and 2 * cp - 1 - r, one after the
+other. A causal row costs as much as the rows before it, so an early and a late chunk together cost alike on
+every rank.
 
-    cp 2, 16 tokens:   chunk 0 | chunk 1 | chunk 2 | chunk 3        rank 0: 0 .. 3 and 12 .. 15, rank 1: 4 .. 11
+    cp 2, 16 tokens:   chunk 0 | chunk 1 | chunk 2 | chunk 3        rank 0: 0 .. 3 and 12 .. 15, rank 1: 4 ..
+        11
 
-Our own attention gathers all keys, so any assignment is right: the whole micro-batch is one stretch and only T must divide, whatever the
-lengths of the sequences in it. Transformer Engine wants each sequence cut like this: one stretch a sequence, each padded to 2 * cp.
+Our own attention gathers all keys, so any assignment is right: the whole micro-batch is one stretch and only
+T must divide, whatever the lengths of the sequences in it. Transformer Engine wants each sequence cut like
+this: one stretch a sequence, each padded to 2 * cp.
 """
 
 from dataclasses import dataclass
@@ -27,7 +31,9 @@ class TokenShard:
 
     def __post_init__(self) -> None:
         undivided = [length for length in self.stretches if self.cp > 1 and length % (2 * self.cp)]
-        assert not undivided, f"stretches of {undivided} tokens are not padded to multiples of 2 * cp {self.cp}"
+        assert not undivided, (
+            f"stretches of {undivided} tokens are not padded to multiples of 2 * cp {self.cp}"
+        )
 
     @property
     def tokens(self) -> int:
@@ -42,7 +48,10 @@ class TokenShard:
         intervals = []
         for start, length in zip(accumulate(self.stretches, initial=0), self.stretches, strict=False):
             chunk = length // (2 * self.cp)
-            intervals += [(start + k * chunk, start + (k + 1) * chunk) for k in (self.cp_rank, 2 * self.cp - 1 - self.cp_rank)]
+            intervals += [
+                (start + k * chunk, start + (k + 1) * chunk)
+                for k in (self.cp_rank, 2 * self.cp - 1 - self.cp_rank)
+            ]
         return intervals
 
     def packed_positions(self) -> torch.Tensor:
@@ -58,9 +67,11 @@ class TokenShard:
 
 
 def all_gather_tokens(local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the rows of all context parallel ranks in packed order, of one stretch: [T / cp, ...] -> [T, ...].
+    """Return the rows of all context parallel ranks in packed order, of one stretch: [T / cp, ...] -> [T,
+    ...].
 
-    Collective over `group`: an all-gather in the forward, a reduce-scatter of the gradient in the backward. Differentiable.
+    Collective over `group`: an all-gather in the forward, a reduce-scatter of the gradient in the backward.
+        Differentiable.
     """
     return local if group is None or group.size() == 1 else _AllGatherTokens.apply(local, group)
 
@@ -84,8 +95,11 @@ class _AllGatherTokens(torch.autograd.Function):
         return local, None
 
 
-def sum_sequences(values: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of `values` [R] over each sequence's rows on all context parallel ranks: [num_sequences], detached.
+def sum_sequences(
+    values: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return the sum of `values` [R] over each sequence's rows on all context parallel ranks:
+    [num_sequences], detached.
 
     Collective over `group`: one all-reduce; ranks without a row of any sequence take part too.
     """

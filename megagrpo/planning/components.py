@@ -1,4 +1,6 @@
-"""Checks of the names and options that registries know. Imports torch (with the algorithms), builds nothing."""
+"""Checks of the names and options that registries know. Imports torch (with the algorithms), builds
+nothing.
+"""
 
 import inspect
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ def verify_components(config: Config) -> None:
     Raises:
         ConfigError: all mistakes, one line each.
     """
-    problems = check_algorithm_config(config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens)
+    problems = check_algorithm_config(
+        config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens
+    )
     problems += _check_off_policy(config)
     try:
         ENGINES.get(config.engine.name)
@@ -37,14 +41,21 @@ def verify_components(config: Config) -> None:
 
 
 def _check_off_policy(config: Config) -> Iterator[str]:
-    """Old log-probs of the engine correct nothing in a loss that has no ratio; whether it has one, its registry knows."""
+    """Old log-probs of the engine correct nothing in a loss that has no ratio; whether it has one, its
+    registry knows.
+    """
     algorithm = config.algorithm
-    if config.rollout.max_policy_age == 0 or algorithm.correction.enabled or algorithm.loss not in LOSSES.names():
+    if (
+        config.rollout.max_policy_age == 0
+        or algorithm.correction.enabled
+        or algorithm.loss not in LOSSES.names()
+    ):
         return
     if not LOSSES.get(algorithm.loss).uses_old_logprobs:
         yield (
             f"algorithm.loss: {algorithm.loss}: has no ratio, so nothing corrects for the older weights of "
-            f"rollout.off_policy {config.rollout.off_policy}; set algorithm.correction (say, importance: token)"
+            f"rollout.off_policy {config.rollout.off_policy}; set algorithm.correction (say, importance: "
+            "token)"
         )
 
 
@@ -59,6 +70,7 @@ def _check_reward(place: str, reward: RewardConfig) -> Iterator[str]:
     for option in reward.options:
         if option not in parameters:
             yield (
-                f"{place}.options.{option}: not an option of {reward.name}{suggestion(option, list(parameters))}; "
+                f"{place}.options.{option}: not an option of "
+                f"{reward.name}{suggestion(option, list(parameters))}; "
                 f"its options: {', '.join(parameters) or 'none'}"
             )

@@ -26,7 +26,11 @@ def format_doctor(hardware: Hardware | None = None) -> str:
     rows = [("package " + name, version) for name, version in package_versions().items()]
     rows += _hardware_rows(hardware)
     rows += [(f"engine {name}", _engine_place(name)) for name in _ENGINES]
-    rows += [(f"optional {name}", f"missing: needed for {use}") for name, use in _OPTIONAL.items() if not is_installed(name)]
+    rows += [
+        (f"optional {name}", f"missing: needed for {use}")
+        for name, use in _OPTIONAL.items()
+        if not is_installed(name)
+    ]
     if is_wrong_apex():
         rows.append(("apex", "this is PyPI's web toolkit, not NVIDIA Apex: pip uninstall apex"))
     width = max(len(name) for name, _ in rows)
@@ -42,18 +46,26 @@ def _engine_place(name: str) -> str:
     if is_installed(name):
         return "found"
     own = Path(".engines") / name  # where `make engines` puts it
-    return f"found in {own}" if (own / "bin" / "python").is_file() else "neither in this environment nor in .engines (make engines)"
+    return (
+        f"found in {own}"
+        if (own / "bin" / "python").is_file()
+        else ("neither in this environment nor in .engines (make engines)")
+    )
 
 
 def is_wrong_apex() -> bool:
-    """Return whether the installed `apex` is the unrelated package by that name: NVIDIA's has apex/optimizers."""
+    """Return whether the installed `apex` is the unrelated package by that name: NVIDIA's has
+    apex/optimizers.
+    """
     spec = importlib.util.find_spec("apex")
     folders = spec.submodule_search_locations if spec is not None else None
     return spec is not None and not any((Path(folder) / "optimizers").is_dir() for folder in folders or [])
 
 
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the memory that new processes can take without swapping (Linux's MemAvailable), None where it is not told."""
+    """Return the memory that new processes can take without swapping (Linux's MemAvailable), None where it
+    is not told.
+    """
     try:
         lines = meminfo.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -70,5 +82,8 @@ def _hardware_rows(hardware: Hardware) -> list[tuple[str, str]]:
         ("free memory", "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"),
         ("torch build", "CPU" if hardware.torch_cuda is None else f"CUDA {hardware.torch_cuda}"),
         ("NVIDIA device", "found" if hardware.nvidia_device else "none: ranks run on CPU over gloo"),
-        ("Transformer Engine", f"cannot be used; missing: {' and '.join(missing)}" if missing else "can be used"),
+        (
+            "Transformer Engine",
+            f"cannot be used; missing: {' and '.join(missing)}" if missing else "can be used",
+        ),
     ]

@@ -1,4 +1,6 @@
-"""What a run would do, as text: resolved configuration, rank grid, batch arithmetic. No model, no process group, no torch."""
+"""What a run would do, as text: resolved configuration, rank grid, batch arithmetic. No model, no process
+group, no torch.
+"""
 
 from dataclasses import dataclass
 
@@ -48,11 +50,16 @@ def compute_batch_arithmetic(config: Config, layout: ParallelLayout) -> BatchAri
 def _max_microbatches(config: Config, groups: int, layout: ParallelLayout, budget: int) -> int:
     """Micro-batches of one mini-batch on one rank at most.
 
-    The planner puts each item where there is room. Items of at most s tokens find none only when every micro-batch holds
-    k = budget // s of them already, so ceil(items / (dp * k)) micro-batches always do; a pipeline asks for `min_microbatches` at least.
-    An item is a sequence, or, with shared prompts, a prompt with as many of its completions as fit.
+    The planner puts each item where there is room. Items of at most s tokens find none only when every
+    micro-batch holds k = budget // s of them already, so ceil(items / (dp * k)) micro-batches always do; a
+    pipeline asks for `min_microbatches` at least. An item is a sequence, or, with shared prompts, a prompt
+    with as many of its completions as fit.
     """
-    prompt, new, completions = config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.rollout.completions_per_prompt
+    prompt, new, completions = (
+        config.data.max_prompt_tokens,
+        config.rollout.max_new_tokens,
+        config.rollout.completions_per_prompt,
+    )
     sequences, dp = groups * completions, layout.dp
 
     def round_up(count: int) -> int:
@@ -78,7 +85,10 @@ def format_dry_run(config: Config, world_size: int) -> str:
     layout = build_layout(config, world_size)
     parts = [
         ("Configuration", dump_config(config).rstrip()),
-        (f"Ranks: {world_size} = {layout.describe()}", f"{layout.grid()}\n(stages separated by |, tp ranks side by side)"),
+        (
+            f"Ranks: {world_size} = {layout.describe()}",
+            f"{layout.grid()}\n(stages separated by |, tp ranks side by side)",
+        ),
         ("One step", "\n".join(_batch_lines(config, compute_batch_arithmetic(config, layout), layout.dp))),
     ]
     return "\n\n".join(f"{title}\n{'-' * len(title)}\n{body}" for title, body in parts)
@@ -91,15 +101,36 @@ def _batch_lines(config: Config, batch: BatchArithmetic, dp: int) -> list[str]:
     rows = [
         ("groups", f"{batch.groups}"),
         ("completions", f"{batch.groups} groups * {rollout.completions_per_prompt} = {batch.completions}"),
-        ("tokens of one sequence", f"at most {prompt} prompt + {rollout.max_new_tokens} new = {batch.max_tokens_per_sequence}"),
-        ("tokens of the step", f"at most {batch.completions} * {batch.max_tokens_per_sequence} = {batch.max_tokens_per_step}"),
-        ("optimizer updates", f"{mini_batches} mini-batches * {update.epochs_per_step} epochs = {batch.updates_per_step}"),
-        ("one mini-batch", f"{batch.groups} / {mini_batches} = {batch.groups_per_mini_batch} groups = {sequences} sequences"),
+        (
+            "tokens of one sequence",
+            f"at most {prompt} prompt + {rollout.max_new_tokens} new = {batch.max_tokens_per_sequence}",
+        ),
+        (
+            "tokens of the step",
+            f"at most {batch.completions} * {batch.max_tokens_per_sequence} = {batch.max_tokens_per_step}",
+        ),
+        (
+            "optimizer updates",
+            f"{mini_batches} mini-batches * {update.epochs_per_step} epochs = {batch.updates_per_step}",
+        ),
+        (
+            "one mini-batch",
+            f"{batch.groups} / {mini_batches} = {batch.groups_per_mini_batch} groups = {sequences} sequences",
+        ),
         ("sequences per replica", f"{sequences} / dp {dp} = {sequences / dp:g} per mini-batch on average"),
-        ("tokens of a micro-batch", f"at most {batch.microbatch_tokens}" + ("" if update.packing else ", one sequence each (packing off)")),
-        ("micro-batches per rank", f"at most {batch.max_microbatches_per_rank} per mini-batch, as many on every rank"),
+        (
+            "tokens of a micro-batch",
+            f"at most {batch.microbatch_tokens}"
+            + ("" if update.packing else ", one sequence each (packing off)"),
+        ),
+        (
+            "micro-batches per rank",
+            f"at most {batch.max_microbatches_per_rank} per mini-batch, as many on every rank",
+        ),
     ]
     if refills.enabled:
-        rows.insert(2, ("refills", f"at most {refills.max_refills} extra rounds of generation (dynamic sampling)"))
+        rows.insert(
+            2, ("refills", f"at most {refills.max_refills} extra rounds of generation (dynamic sampling)")
+        )
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {text}" for name, text in rows]

@@ -1,4 +1,6 @@
-"""The model that is trained: forward, backward, and optimizer updates that are skipped on all ranks alike when not finite."""
+"""The model that is trained: forward, backward, and optimizer updates that are skipped on all ranks alike
+when not finite.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,7 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -36,7 +42,11 @@ class Actor:
     """A StageModel with gradients: Megatron's DDP around each chunk, one distributed optimizer."""
 
     def __init__(
-        self, model: StageModel, optimizer: OptimizerConfig, overlap_grad_reduce: bool = False, overlap_param_gather: bool = False
+        self,
+        model: StageModel,
+        optimizer: OptimizerConfig,
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
     ):
         """
         Args:
@@ -46,9 +56,12 @@ class Actor:
         self.model = model
         self.clip_grad = optimizer.clip_grad
         self.overlap_param_gather = overlap_param_gather
-        # Sums only: `calculate_per_token_loss` turns DDP's averaging off, and the token count that Megatron would divide by is
+        # Sums only: `calculate_per_token_loss` turns DDP's averaging off, and the token count that Megatron
+        # would divide by is
         # dropped here, since the token weights of the loss hold the one global denominator.
-        model.config.finalize_model_grads_func = lambda modules, count, **groups: finalize_model_grads(modules, None, **groups)
+        model.config.finalize_model_grads_func = lambda modules, count, **groups: finalize_model_grads(
+            modules, None, **groups
+        )
         with megatron_region():
             ddp_config = DistributedDataParallelConfig(
                 use_distributed_optimizer=True,
@@ -56,7 +69,8 @@ class Actor:
                 overlap_grad_reduce=overlap_grad_reduce,
                 overlap_param_gather=overlap_param_gather,
             )
-            # As Megatron's own trainer does: later chunks are one bucket each, their reduction overlaps with that of other chunks.
+            # As Megatron's own trainer does: later chunks are one bucket each, their reduction overlaps with
+            # that of other chunks.
             self.chunks = [
                 DistributedDataParallel(model.config, ddp_config, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(model.chunks)
@@ -90,7 +104,8 @@ class Actor:
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Accumulate the gradients of the summed loss of `batches` and reduce them over data parallel ranks.
 
-        Collective over all ranks. Returns what `loss` gave to collect per micro-batch; empty on stages other than the last.
+        Collective over all ranks. Returns what `loss` gave to collect per micro-batch; empty on stages other
+        than the last.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -98,7 +113,8 @@ class Actor:
         return run_schedule(self.model, self.chunks, batches, loss, forward_only=False)
 
     def apply_gradients(self, lr: float, accepts: Callable[[float], bool] | None = None) -> AppliedUpdate:
-        """Clip and step; a gradient that is not finite skips the update. The norm is global, so all ranks decide alike.
+        """Clip and step; a gradient that is not finite skips the update. The norm is global, so all ranks
+        decide alike.
 
         Collective over all ranks.
 
@@ -118,15 +134,19 @@ class Actor:
             if self.clip_grad > 0:
                 for chained in self.optimizer.chained_optimizers:
                     if parameters := chained.get_parameters():
-                        clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=grad_norm)
+                        clip_grad_by_total_norm_fp32(
+                            parameters, max_norm=self.clip_grad, total_norm=grad_norm
+                        )
             self.optimizer.step_with_ready_grads()
         return AppliedUpdate(grad_norm, applied=True)
 
     def gather_parameters(self) -> None:
-        """Complete this rank's parameters after the last update of a step; whoever reads them outside a forward needs that.
+        """Complete this rank's parameters after the last update of a step; whoever reads them outside a
+        forward needs that.
 
-        Collective over the ranks that hold the same parameters. With `overlap_param_gather` an update leaves the other ranks' parts stale
-        until the next forward gathers them; weights that are published or saved before would be silently old.
+        Collective over the ranks that hold the same parameters. With `overlap_param_gather` an update leaves
+        the other ranks' parts stale until the next forward gathers them; weights that are published or saved
+        before would be silently old.
         """
         if self.overlap_param_gather:
             with megatron_region():

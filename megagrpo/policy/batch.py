@@ -25,9 +25,11 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed input and its loss rows. T input tokens, alignment padding included; one row per completion token.
+    """Packed input and its loss rows. T input tokens, alignment padding included; one row per completion
+    token.
 
-    A context parallel rank holds T of the micro-batch's tokens and the R rows that they predict; `keys` are the whole micro-batch's.
+    A context parallel rank holds T of the micro-batch's tokens and the R rows that they predict; `keys` are
+    the whole micro-batch's.
     """
 
     tokens: torch.Tensor  # int64 [1, T]
@@ -46,24 +48,38 @@ class MicroBatch:
 
     def per_row(self, values: Mapping[SampleKey, float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Spread one number per sequence over its rows: [R]."""
-        by_sequence = torch.tensor([values[key] for key in self.keys], dtype=dtype, device=self.sequence_ids.device)
+        by_sequence = torch.tensor(
+            [values[key] for key in self.keys], dtype=dtype, device=self.sequence_ids.device
+        )
         return by_sequence[self.sequence_ids]
 
 
 class MicroBatchBuilder:
     """Turns plans into this context parallel rank's tensors, on its device."""
 
-    def __init__(self, device: torch.device, rules: PackingRules, pad_token_id: int, use_te: bool, cp: int = 1, cp_rank: int = 0):
+    def __init__(
+        self,
+        device: torch.device,
+        rules: PackingRules,
+        pad_token_id: int,
+        use_te: bool,
+        cp: int = 1,
+        cp_rank: int = 0,
+    ):
         self.device, self.rules, self.pad_token_id, self.use_te = device, rules, pad_token_id, use_te
         self.cp, self.cp_rank = cp, cp_rank
 
-    def build(self, plan: MicroBatchPlan, sample_of: Callable[[int], TrainSample], sequences_per_update: int = 1) -> MicroBatch:
-        """Pack the planned trees; an empty plan gives a micro-batch of padding alone, which keeps the ranks in step.
+    def build(
+        self, plan: MicroBatchPlan, sample_of: Callable[[int], TrainSample], sequences_per_update: int = 1
+    ) -> MicroBatch:
+        """Pack the planned trees; an empty plan gives a micro-batch of padding alone, which keeps the ranks
+        in step.
 
         Args:
             plan: the trees, with the numbers of their samples.
             sample_of: returns the sample with a number.
-            sequences_per_update: sequences of the mini-batch over all replicas, which the experts' balance loss is a mean over.
+            sequences_per_update: sequences of the mini-batch over all replicas, which the experts' balance
+                loss is a mean over.
         """
         samples = [sample_of(index) for tree in plan for index in tree.samples]
         inputs: list[Sequence[int]] = []
@@ -79,7 +95,11 @@ class MicroBatchBuilder:
             for sample in members:
                 branch = len(sample.token_ids) - 1
                 inputs.append(sample.token_ids[:-1])
-                rows.append(np.concatenate([[offset + len(prompt) - 1], np.arange(branch_start, branch_start + branch)]))
+                rows.append(
+                    np.concatenate(
+                        [[offset + len(prompt) - 1], np.arange(branch_start, branch_start + branch)]
+                    )
+                )
                 branch_start += branch
             trees.append(Tree(len(prompt), tuple(len(sample.token_ids) - 1 for sample in members)))
             stretches.append(branch_start - offset + (offset - branch_start) % self.rules.sequence_alignment)
@@ -99,24 +119,32 @@ class MicroBatchBuilder:
             return torch.as_tensor(values, dtype=dtype)[local].to(self.device)
 
         return MicroBatch(
-            tokens=torch.as_tensor(np.concatenate(inputs), dtype=torch.int64)[None, shard.packed_positions()].to(self.device),
+            tokens=torch.as_tensor(np.concatenate(inputs), dtype=torch.int64)[
+                None, shard.packed_positions()
+            ].to(self.device),
             packed=self._pack(trees, shard, sequences_per_update),
             keys=tuple(sample.key for sample in samples),
             row_index=row_index[local].to(self.device),
             targets=pick(_concatenate([sample.token_ids for sample in samples])),
             sequence_ids=pick(np.repeat(np.arange(len(samples)), lengths)),
             positions=pick(_concatenate([np.arange(length) for length in lengths])),
-            rollout_logprobs=pick(_concatenate([sample.rollout_logprobs for sample in samples]), torch.float32),
+            rollout_logprobs=pick(
+                _concatenate([sample.rollout_logprobs for sample in samples]), torch.float32
+            ),
         )
 
     def _pack(self, trees: list[Tree], shard: TokenShard, sequences_per_update: int) -> RoutedPackedSeqParams:
-        routed = route_sequences([(tree.prompt, tree.branches) for tree in trees], shard, sequences_per_update, self.device)
+        routed = route_sequences(
+            [(tree.prompt, tree.branches) for tree in trees], shard, sequences_per_update, self.device
+        )
         if self.use_te:
             return self._pack_thd(shard.stretches, routed)
         return PackedTrees(trees=tuple(trees), shard=shard, device=self.device, routed=routed)
 
     def _pack_thd(self, lengths: Sequence[int], routed: RoutedSequences) -> RoutedPackedSeqParams:
-        """Describe the sequences to Transformer Engine, the padding behind each as its last tokens: nothing attends to it."""
+        """Describe the sequences to Transformer Engine, the padding behind each as its last tokens:
+        nothing attends to it.
+        """
         boundaries = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=self.device)
         return RoutedPackedSeqParams(
             qkv_format="thd",

@@ -1,4 +1,6 @@
-"""Runs micro-batches through the pipeline: hidden states of the loss rows, log-probs, and the schedule's plumbing."""
+"""Runs micro-batches through the pipeline: hidden states of the loss rows, log-probs, and the schedule's
+plumbing.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,14 +26,22 @@ def loss_rows(model: StageModel, output: torch.Tensor, batch: MicroBatch) -> tor
     """
     hidden = output.squeeze(0)
     if model.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=model.groups.tp)
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=model.groups.tp
+        )
     return hidden.index_select(0, batch.row_index)
 
 
 def row_logprobs(
-    model: StageModel, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, compute_entropy: bool = False
+    model: StageModel,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    compute_entropy: bool = False,
 ) -> LinearLogprobs:
-    """Return log-probs [R] (and entropies) of `targets` [R] at the sampling temperature, from hidden states [R, H] of `loss_rows`."""
+    """Return log-probs [R] (and entropies) of `targets` [R] at the sampling temperature, from hidden
+    states [R, H] of `loss_rows`.
+    """
     return linear_logprobs(
         hidden,
         model.output_weight,
@@ -40,21 +50,27 @@ def row_logprobs(
         temperature=temperature,
         group=model.groups.tp,
         compute_entropy=compute_entropy,
-        reduce_hidden_grad=not model.config.sequence_parallel,  # under sp the gather's backward reduce-scatters it
+        # under sp the gather's backward reduce-scatters it
+        reduce_hidden_grad=not model.config.sequence_parallel,
     )
 
 
 def run_schedule(
-    model: StageModel, chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool
+    model: StageModel,
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[MicroBatch],
+    loss: LossFunction,
+    forward_only: bool,
 ) -> list[Any]:
-    """Run Megatron's pipeline schedule. Collective over the model parallel ranks; every rank passes as many micro-batches.
+    """Run Megatron's pipeline schedule. Collective over the model parallel ranks; every rank passes as many
+    micro-batches.
 
     Args:
         model: the stage.
         chunks: the stage's chunks as they are run: bare, or wrapped for data parallelism.
         batches: this replica's micro-batches.
-        loss: on the last stage, called with each micro-batch and its output. With `forward_only` its result is collected;
-            otherwise it returns (summed loss, anything to collect).
+        loss: on the last stage, called with each micro-batch and its output. With `forward_only` its result
+            is collected; otherwise it returns (summed loss, anything to collect).
 
     Returns:
         What `loss` gave to collect, per micro-batch; an empty list on other stages.
@@ -69,7 +85,8 @@ def run_schedule(
         if non_loss_data:
             return loss(batch, output)
         total, collected = loss(batch, output)
-        return total, torch.zeros((), dtype=torch.int), collected  # the count is not used: every division is in the token weights
+        # the count is not used: every division is in the token weights
+        return total, torch.zeros((), dtype=torch.int), collected
 
     with megatron_region(), torch.set_grad_enabled(not forward_only):
         return get_forward_backward_func()(
@@ -87,7 +104,9 @@ def run_schedule(
 def compute_logprobs(
     model: StageModel, chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], temperature: float
 ) -> list[torch.Tensor]:
-    """Return the log-probs [R] of each micro-batch, without gradients. Empty on stages other than the last."""
+    """Return the log-probs [R] of each micro-batch, without gradients. Empty on stages other than the
+    last.
+    """
 
     def score(batch: MicroBatch, output: torch.Tensor) -> torch.Tensor:
         return row_logprobs(model, loss_rows(model, output, batch), batch.targets, temperature).logprobs

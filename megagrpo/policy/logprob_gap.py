@@ -1,6 +1,7 @@
 """The token on which engine and actor differ most, and the gate on it.
 
-Only completions that the actor's own weights sampled are judged: on older ones the difference holds what the policy has learned since.
+Only completions that the actor's own weights sampled are judged: on older ones the difference holds what the
+policy has learned since.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,7 +37,13 @@ class LargestGap:
     def __init__(self) -> None:
         self._candidates: list[tuple[MicroBatch, torch.Tensor]] = []
 
-    def add(self, batch: MicroBatch, rows: torch.Tensor, actor_logprobs: torch.Tensor, ages: Mapping[SampleKey, int]) -> None:
+    def add(
+        self,
+        batch: MicroBatch,
+        rows: torch.Tensor,
+        actor_logprobs: torch.Tensor,
+        ages: Mapping[SampleKey, int],
+    ) -> None:
         """Look at a micro-batch.
 
         Args:
@@ -48,9 +55,19 @@ class LargestGap:
             return
         actor, rollout = actor_logprobs.detach().double(), batch.rollout_logprobs[rows].double()
         fresh = batch.per_row(ages, torch.int64)[rows] == 0
-        row = torch.where(fresh, (actor - rollout).abs(), -1.0).argmax(keepdim=True)  # argmax takes NaN for the largest
-        columns = (fresh, batch.sequence_ids[rows], batch.positions[rows], batch.targets[rows], rollout, actor)
-        self._candidates.append((batch, torch.cat([column.index_select(0, row).double() for column in columns])))
+        # argmax takes NaN for the largest
+        row = torch.where(fresh, (actor - rollout).abs(), -1.0).argmax(keepdim=True)
+        columns = (
+            fresh,
+            batch.sequence_ids[rows],
+            batch.positions[rows],
+            batch.targets[rows],
+            rollout,
+            actor,
+        )
+        self._candidates.append(
+            (batch, torch.cat([column.index_select(0, row).double() for column in columns]))
+        )
 
     def result(self) -> LogprobGap | None:
         """Return this rank's largest gap; None where no row is the actor's own."""
@@ -58,18 +75,29 @@ class LargestGap:
         for batch, values in self._candidates:
             fresh, sequence, position, token_id, rollout, actor = values.tolist()
             if fresh:
-                gaps.append(LogprobGap(batch.keys[int(sequence)], int(position), int(token_id), rollout, actor))
+                gaps.append(
+                    LogprobGap(batch.keys[int(sequence)], int(position), int(token_id), rollout, actor)
+                )
         return largest(gaps)
 
 
 def largest(gaps: Iterable[LogprobGap | None]) -> LogprobGap | None:
-    """Return the largest of several; one that is not a number is the largest, and of equal ones the first completion's."""
+    """Return the largest of several; one that is not a number is the largest, and of equal ones the first
+    completion's.
+    """
     found = [gap for gap in gaps if gap is not None]
-    return min(found, key=lambda gap: (gap.gap == gap.gap, -gap.gap if gap.gap == gap.gap else 0.0, gap.key, gap.position), default=None)
+    return min(
+        found,
+        key=lambda gap: (gap.gap == gap.gap, -gap.gap if gap.gap == gap.gap else 0.0, gap.key, gap.position),
+        default=None,
+    )
 
 
-def check_logprob_gap(gap: LogprobGap | None, rollouts: StepRollouts, config: RolloutConfig, step: int) -> str | None:
-    """Compare a step's largest gap with `rollout.max_logprob_gap`, before its first update. All ranks pass the same.
+def check_logprob_gap(
+    gap: LogprobGap | None, rollouts: StepRollouts, config: RolloutConfig, step: int
+) -> str | None:
+    """Compare a step's largest gap with `rollout.max_logprob_gap`, before its first update. All ranks pass
+    the same.
 
     Returns:
         The warning where it is larger and the run goes on; None where there is nothing to say.
@@ -81,9 +109,11 @@ def check_logprob_gap(gap: LogprobGap | None, rollouts: StepRollouts, config: Ro
         return None
     group, place = gap.key
     message = (
-        f"step {step}: engine and actor log-probs differ by up to {gap.gap:.3e}, rollout.max_logprob_gap is {config.max_logprob_gap:.3e}: "
+        f"step {step}: engine and actor log-probs differ by up to {gap.gap:.3e}, rollout.max_logprob_gap is "
+        f"{config.max_logprob_gap:.3e}: "
         f"prompt {rollouts.prompts[group].id}, completion {place}, token {gap.position} (id {gap.token_id}): "
-        f"engine {gap.rollout_logprob:.6f}, actor {gap.actor_logprob:.6f}, weight version {rollouts.records[gap.key].weight_version}"
+        f"engine {gap.rollout_logprob:.6f}, actor {gap.actor_logprob:.6f}, weight version "
+        f"{rollouts.records[gap.key].weight_version}"
     )
     if config.logprob_gap_action == "stop":
         raise UserError(f"{message}; nothing was updated in this step")

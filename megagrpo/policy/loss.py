@@ -1,4 +1,6 @@
-"""The loss of one micro-batch on the last pipeline stage: log-probs, the algorithm's token loss, the weighted sum."""
+"""The loss of one micro-batch on the last pipeline stage: log-probs, the algorithm's token loss, the
+weighted sum.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,15 +27,20 @@ class SequenceTerms:
     """What the update needs of each sequence, the same on all ranks: numbers by sample key."""
 
     advantages: Mapping[SampleKey, float]
-    token_weights: Mapping[SampleKey, float]  # weight of each token of the sequence in the summed loss: holds the global denominator
-    policy_ages: Mapping[SampleKey, int]  # publishes between the weights that sampled the sequence and the actor's
+    # weight of each token of the sequence in the summed loss: holds the global denominator
+    token_weights: Mapping[SampleKey, float]
+    # publishes between the weights that sampled the sequence and the actor's
+    policy_ages: Mapping[SampleKey, int]
 
 
 @dataclass
 class RowTerms:
-    """What the last stage knows of a micro-batch's rows before the update. None: not needed, so not computed."""
+    """What the last stage knows of a micro-batch's rows before the update. None: not needed, so not
+    computed.
+    """
 
-    old_logprobs: torch.Tensor | None = None  # [R]; None: the actor's own values of this very forward, so the ratio is exactly 1
+    # [R]; None: the actor's own values of this very forward, so the ratio is exactly 1
+    old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None  # [R]
     ref_hidden: torch.Tensor | None = None  # [R, H], for the exact KL
     keep: torch.Tensor | None = None  # bool [R]: rows that a correction leaves in the loss
@@ -43,8 +50,9 @@ class RowTerms:
 class PolicyLoss:
     """Callable that the pipeline schedule runs on each micro-batch's output.
 
-    Where `_may_take_chunks`, the gradient is formed while the logits are there (three GEMMs, four with the exact KL: `linear_token_loss`);
-    otherwise the backward recomputes the logits (four and six GEMMs: `linear_logprobs`, `linear_exact_kl`). Either way a micro-batch under
+    Where `_may_take_chunks`, the gradient is formed while the logits are there (three GEMMs, four with the
+    exact KL: `linear_token_loss`); otherwise the backward recomputes the logits (four and six GEMMs:
+        `linear_logprobs`, `linear_exact_kl`). Either way a micro-batch under
     tensor parallelism costs one MAX and one SUM over its rows.
     """
 
@@ -60,8 +68,8 @@ class PolicyLoss:
     ):
         """
         Args:
-            largest_gap: told of every row where these are the first log-probs of the step, to be compared with the engine's; None
-                where that has been done, or the actor has moved.
+            largest_gap: told of every row where these are the first log-probs of the step, to be compared
+                with the engine's; None where that has been done, or the actor has moved.
             rows: by `id` of the micro-batch.
             reference: the reference's stage, where the exact KL needs its output weight.
         """
@@ -71,7 +79,11 @@ class PolicyLoss:
     def __call__(self, batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Return (sum over the micro-batch's tokens of weight * loss, metrics)."""
         terms = self.rows[id(batch)]
-        keep = torch.arange(len(batch.targets), device=batch.targets.device) if terms.keep is None else terms.keep.nonzero()[:, 0]
+        keep = (
+            torch.arange(len(batch.targets), device=batch.targets.device)
+            if terms.keep is None
+            else terms.keep.nonzero()[:, 0]
+        )
         hidden = loss_rows(self.model, output, batch)[keep]
         if self._may_take_chunks(hidden):
             return self._from_chunks(batch, terms, keep, hidden)
@@ -80,9 +92,10 @@ class PolicyLoss:
     def _may_take_chunks(self, hidden: torch.Tensor) -> bool:
         """Whether the gradient is formed in the forward, which may hand the rows to the loss chunk by chunk.
 
-        One chunk always may. Several chunks cost a pair of collectives each under tensor parallelism and cut sequences apart, so they are
-        for token-local losses on one tensor parallel rank. Under context parallelism the sums of a sequence loss are collectives too,
-        which all ranks must reach alike, rows or no rows.
+        One chunk always may. Several chunks cost a pair of collectives each under tensor parallelism and cut
+        sequences apart, so they are for token-local losses on one tensor parallel rank. Under context
+        parallelism the sums of a sequence loss are collectives too, which all ranks must reach alike, rows or
+        no rows.
         """
         if self.algorithm.needs_whole_sequences and self.model.groups.cp.size() > 1:
             return False
@@ -108,10 +121,14 @@ class PolicyLoss:
             )
             exact_kl = scores.kl
         else:
-            scores = row_logprobs(self.model, hidden, batch.targets[keep], self.temperature, compute_entropy=True)
+            scores = row_logprobs(
+                self.model, hidden, batch.targets[keep], self.temperature, compute_entropy=True
+            )
         inputs = replace(
             self._inputs(batch, terms, keep, scores.logprobs, scores.entropy, exact_kl),
-            sequence_sum=lambda values: sum_sequences(values, batch.sequence_ids[keep], batch.num_sequences, self.model.groups.cp),
+            sequence_sum=lambda values: sum_sequences(
+                values, batch.sequence_ids[keep], batch.num_sequences, self.model.groups.cp
+            ),
         )
         loss, metrics = aggregate_loss(self.algorithm.token_loss(inputs), self._weights(batch, keep))
         return loss, metrics | self._mismatch(batch, keep, scores.logprobs)
@@ -123,7 +140,10 @@ class PolicyLoss:
         weights = self._weights(batch, keep)
 
         def chunk_loss(
-            logprobs: torch.Tensor, entropy: torch.Tensor | None, rows: slice, exact_kl: torch.Tensor | None = None
+            logprobs: torch.Tensor,
+            entropy: torch.Tensor | None,
+            rows: slice,
+            exact_kl: torch.Tensor | None = None,
         ) -> torch.Tensor:
             inputs = self._inputs(batch, terms, keep[rows], logprobs, entropy, exact_kl)
             output = self.algorithm.token_loss(inputs)
@@ -140,7 +160,9 @@ class PolicyLoss:
             group=self.model.groups.tp,
             compute_entropy=True,
             reduce_hidden_grad=not self.model.config.sequence_parallel,
-            reference=(terms.ref_hidden[keep], self.reference.output_weight) if self.algorithm.needs_exact_kl else None,
+            reference=(terms.ref_hidden[keep], self.reference.output_weight)
+            if self.algorithm.needs_exact_kl
+            else None,
         )
         return result.loss, merge_metrics(chunks) | self._mismatch(batch, keep, result.logprobs)
 

@@ -17,4 +17,6 @@ def compute_update_metrics(result: UpdateResult, lr: float) -> dict[str, float]:
         metrics["optimizer/lr"] = lr
     if result.logprob_gap:
         metrics[names.LOGPROB_GAP] = result.logprob_gap.gap
-    return metrics | {names.LOSS if name == "loss" else f"policy/{name}": value for name, value in result.metrics.items()}
+    return metrics | {
+        names.LOSS if name == "loss" else f"policy/{name}": value for name, value in result.metrics.items()
+    }

@@ -1,7 +1,9 @@
-"""Plans which data parallel rank trains which completions, in which micro-batches. Pure: lengths in, indices out.
+"""Plans which data parallel rank trains which completions, in which micro-batches. Pure: lengths in, indices
+out.
 
-All ranks run it on the same metadata and so agree without talking. Guarantees: no micro-batch holds more than the token budget
-(alignment padding included), every data parallel rank gets the same number of micro-batches, and their costs are balanced.
+All ranks run it on the same metadata and so agree without talking. Guarantees: no micro-batch holds more than
+the token budget (alignment padding included), every data parallel rank gets the same number of micro-batches,
+and their costs are balanced.
 """
 
 from collections import defaultdict
@@ -34,7 +36,9 @@ class TreePlan:
     longest: int  # tokens of the longest sequence: attention cost
 
     def cost(self, hidden_size: int) -> float:
-        """Relative compute: linear layers are 24 h^2 a token, attention 4 h S, so a token costs about 6 h + S."""
+        """Relative compute: linear layers are 24 h^2 a token, attention 4 h S, so a token costs about 6 h
+        + S.
+        """
         return self.tokens * (6.0 * hidden_size + self.longest)
 
 
@@ -47,7 +51,8 @@ class PackingRules:
     packing: bool = True
     share_prompts: bool = True
     min_microbatches: int = 1  # per data parallel rank, where there are enough trees: fills the pipeline
-    microbatch_multiple: int = 1  # micro-batches per data parallel rank are a multiple of this (empty ones fill up)
+    # micro-batches per data parallel rank are a multiple of this (empty ones fill up)
+    microbatch_multiple: int = 1
     sequence_alignment: int = 1  # each tree is padded to a multiple of this, a divisor of `alignment`
 
     @property
@@ -59,7 +64,9 @@ class PackingRules:
 MicroBatchPlan = tuple[TreePlan, ...]
 
 
-def plan_microbatches(samples: Sequence[SampleSize], dp: int, rules: PackingRules, hidden_size: int) -> list[list[MicroBatchPlan]]:
+def plan_microbatches(
+    samples: Sequence[SampleSize], dp: int, rules: PackingRules, hidden_size: int
+) -> list[list[MicroBatchPlan]]:
     """Assign samples to micro-batches.
 
     Args:
@@ -96,7 +103,8 @@ def _build_trees(samples: Sequence[SampleSize], rules: PackingRules) -> list[Tre
     for index, sample in enumerate(samples):
         if sample.prompt_tokens + sample.branch_tokens > rules.budget:
             raise UserError(
-                f"update.max_tokens_per_microbatch: {rules.max_tokens} (aligned: {rules.budget}) is less than one sequence: "
+                f"update.max_tokens_per_microbatch: {rules.max_tokens} (aligned: {rules.budget}) is less "
+                "than one sequence: "
                 f"{sample.prompt_tokens} prompt + {sample.branch_tokens} completion tokens"
             )
         groups[sample.group if rules.share_prompts and rules.packing else index].append(index)
@@ -112,7 +120,9 @@ def _build_trees(samples: Sequence[SampleSize], rules: PackingRules) -> list[Tre
     return trees
 
 
-def _split_for(trees: list[TreePlan], samples: Sequence[SampleSize], rules: PackingRules, wanted: int) -> list[TreePlan]:
+def _split_for(
+    trees: list[TreePlan], samples: Sequence[SampleSize], rules: PackingRules, wanted: int
+) -> list[TreePlan]:
     """Halve the largest trees until there is one for each micro-batch, or nothing is left to halve."""
     trees = list(trees)
     while len(trees) < wanted:
@@ -122,12 +132,16 @@ def _split_for(trees: list[TreePlan], samples: Sequence[SampleSize], rules: Pack
         largest = max(candidates, key=lambda tree: (tree.tokens, tree.samples))
         trees.remove(largest)
         half = len(largest.samples) // 2
-        trees += [_make_tree(part, samples, rules) for part in (largest.samples[:half], largest.samples[half:])]
+        trees += [
+            _make_tree(part, samples, rules) for part in (largest.samples[:half], largest.samples[half:])
+        ]
     return trees
 
 
 def _pack(trees: list[TreePlan], dp: int, rules: PackingRules, hidden_size: int) -> list[list[TreePlan]]:
-    """Fill dp * m bins, heaviest tree first into the cheapest bin that has room, with the smallest m of the multiples that works."""
+    """Fill dp * m bins, heaviest tree first into the cheapest bin that has room, with the smallest m of
+    the multiples that works.
+    """
     ordered = sorted(trees, key=lambda tree: (-tree.cost(hidden_size), tree.samples))
     total = sum(tree.tokens for tree in trees)
     count = max(1, min(rules.min_microbatches, len(trees) // dp), -(-total // (rules.budget * dp)))
@@ -145,11 +159,14 @@ def _pack(trees: list[TreePlan], dp: int, rules: PackingRules, hidden_size: int)
             tokens[target] += tree.tokens
         else:
             return bins
-        count += rules.microbatch_multiple  # ends at the latest with one tree a bin: no tree is over the budget
+        # ends at the latest with one tree a bin: no tree is over the budget
+        count += rules.microbatch_multiple
 
 
 def _assign(bins: list[list[TreePlan]], dp: int, hidden_size: int) -> list[list[MicroBatchPlan]]:
-    """Deal bins to ranks so that the micro-batches that run at the same time cost alike: sorted, dealt back and forth."""
+    """Deal bins to ranks so that the micro-batches that run at the same time cost alike: sorted, dealt
+    back and forth.
+    """
     ordered = sorted(bins, key=lambda trees: -sum(tree.cost(hidden_size) for tree in trees))
     ranks: list[list[MicroBatchPlan]] = [[] for _ in range(dp)]
     for start in range(0, len(ordered), dp):

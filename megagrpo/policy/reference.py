@@ -23,6 +23,8 @@ class Reference:
         return compute_logprobs(self.model, self.model.chunks, batches, temperature)
 
     def hidden_rows(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Return the hidden states [R, H] that the exact KL multiplies by the output weight; empty on stages other than the last."""
+        """Return the hidden states [R, H] that the exact KL multiplies by the output weight; empty on
+        stages other than the last.
+        """
         rows = lambda batch, output: loss_rows(self.model, output, batch)  # noqa: E731
         return run_schedule(self.model, self.model.chunks, batches, rows, forward_only=True)

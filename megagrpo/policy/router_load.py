@@ -13,12 +13,16 @@ class RouterLoads:
     def __init__(self, model: StageModel):
         self.model = model
         modules = (module for chunk in model.chunks for module in chunk.modules())
-        self.routers = {module.layer_number - 1: module for module in modules if isinstance(module, SequenceRouter)}
+        self.routers = {
+            module.layer_number - 1: module for module in modules if isinstance(module, SequenceRouter)
+        }
 
     def take(self) -> dict[str, float]:
-        """Return the metrics of the sequences trained since the last call, and start anew. Collective over all ranks.
+        """Return the metrics of the sequences trained since the last call, and start anew. Collective over
+        all ranks.
 
-        expert_load_ratio/layer_K: tokens of the busiest expert of layer K over the mean of its experts; 1 is even, E / top-k the worst.
+        expert_load_ratio/layer_K: tokens of the busiest expert of layer K over the mean of its experts; 1 is
+        even, E / top-k the worst.
         expert_load_ratio: the largest of them.
         expert_idle_fraction: experts of all layers that got no token.
         router_aux_loss: sum over updates and layers, coefficient included; only where there is a coefficient.
@@ -26,7 +30,8 @@ class RouterLoads:
         groups, experts = self.model.groups, self.model.hf.num_experts
         totals = torch.zeros(self.model.hf.num_layers, experts + 1, dtype=torch.float64)
         for layer, router in self.routers.items():
-            if groups.tp_rank == 0 and groups.cp_rank == 0:  # the counts are summed over these ranks already, the losses are not
+            # the counts are summed over these ranks already, the losses are not
+            if groups.tp_rank == 0 and groups.cp_rank == 0:
                 totals[layer, :experts] = router.load
             totals[layer, experts] = router.balance_loss
             router.reset()
@@ -36,7 +41,10 @@ class RouterLoads:
         if loads.sum() > 0:
             ratios = loads.amax(1) / loads.mean(1)
             metrics = {f"expert_load_ratio/layer_{layer}": float(ratio) for layer, ratio in enumerate(ratios)}
-            metrics |= {"expert_load_ratio": float(ratios.max()), "expert_idle_fraction": float((loads == 0).double().mean())}
+            metrics |= {
+                "expert_load_ratio": float(ratios.max()),
+                "expert_idle_fraction": float((loads == 0).double().mean()),
+            }
         if self.model.config.moe_aux_loss_coeff:
             metrics["router_aux_loss"] = float(totals[:, experts].sum())
         return metrics

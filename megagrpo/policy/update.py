@@ -1,9 +1,10 @@
 """One step's learning: from scored rollouts to applied optimizer updates.
 
-    advantages -> plan -> move tokens -> old / reference log-probs -> correction -> token weights -> forward, backward, apply
+    advantages -> plan -> move tokens -> old / reference log-probs -> correction -> token weights -> forward,
+    backward, apply
 
-Everything that decides (advantages, plans, weights) is computed alike on every rank from metadata. The per-token tensors of the old
-policy and the reference stay on the last pipeline stage, which alone needs them.
+Everything that decides (advantages, plans, weights) is computed alike on every rank from metadata. The
+per-token tensors of the old policy and the reference stay on the last pipeline stage, which alone needs them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,9 @@ from megagrpo.rollout.exchange import exchange_completions
 from megagrpo.rollout.rollouts import SampleKey, StepRollouts
 
 BeforeApply = Callable[[Mapping[str, float], LogprobGap | None], None]
-"""Takes an update's metrics and, before the first update of a step, the largest gap between engine and actor."""
+"""Takes an update's metrics and, before the first update of a step, the largest gap between engine and
+actor.
+"""
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,16 @@ class PolicyUpdater:
             rollouts: the groups.
             weight_version: of the actor now: what the age of a completion is counted from.
             learning_rate: of the k-th update of this step.
-            before_apply: called before an update is applied; may raise to stop the run with the weights untouched.
-            before_pass: called before each pass of micro-batches through the pipeline, until an update is applied; may raise as well.
-            accepts: called with the gradient norm of an update after `before_apply`; False skips the update. All ranks must answer alike.
+            before_apply: called before an update is applied; may raise to stop the run with the weights
+                untouched.
+            before_pass: called before each pass of micro-batches through the pipeline, until an update is
+                applied; may raise as well.
+            accepts: called with the gradient norm of an update after `before_apply`; False skips the update.
+                All ranks must answer alike.
         """
         if not rollouts.records:
-            return UpdateResult({})  # dynamic sampling found no group with a signal: nothing to learn in this step
+            # dynamic sampling found no group with a signal: nothing to learn in this step
+            return UpdateResult({})
         valid = self.algorithm.mask_completions(rollouts.valid, rollouts.cut_by_length)
         rewards = self._shaped_rewards(rollouts)
         advantages, counters = self._advantages(rollouts, rewards, valid)
@@ -133,12 +140,16 @@ class PolicyUpdater:
                 compare = largest_gap if not applied and not mismatch else None
                 if not applied:
                     before_pass()
-                loss = PolicyLoss(self.actor.model, self.algorithm, self.temperature, terms, rows, reference, compare)
+                loss = PolicyLoss(
+                    self.actor.model, self.algorithm, self.temperature, terms, rows, reference, compare
+                )
                 metrics = self._all_gather_metrics(self.actor.forward_backward(mini_batch.batches, loss))
                 if not applied:
                     gap = largest(all_gather_metadata(largest_gap.result()))
                 if before_apply is not None:
-                    before_apply(finalize_metrics(merge_metrics([mismatch, metrics])), None if applied else gap)
+                    before_apply(
+                        finalize_metrics(merge_metrics([mismatch, metrics])), None if applied else gap
+                    )
                 applied.append(self.actor.apply_gradients(learning_rate(len(applied)), accepts))
                 collected.append(metrics)
                 trained_tokens += sum(lengths[key] for key in mini_batch.keys)
@@ -148,14 +159,23 @@ class PolicyUpdater:
             metrics |= self.router_loads.take()
         if "ref_kl" in metrics:
             self.algorithm.update_kl(metrics["ref_kl"])
-        return UpdateResult({**metrics, **{name: float(count) for name, count in counters.items()}}, applied, trained_tokens, gap)
+        return UpdateResult(
+            {**metrics, **{name: float(count) for name, count in counters.items()}},
+            applied,
+            trained_tokens,
+            gap,
+        )
 
     # ---- before the first micro-batch
 
     def _shaped_rewards(self, rollouts: StepRollouts) -> torch.Tensor:
-        return self.algorithm.shape_rewards(rollouts.field_matrix("reward"), rollouts.field_matrix("length"), rollouts.cut_by_length)
+        return self.algorithm.shape_rewards(
+            rollouts.field_matrix("reward"), rollouts.field_matrix("length"), rollouts.cut_by_length
+        )
 
-    def _advantages(self, rollouts: StepRollouts, rewards: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, int]]:
+    def _advantages(
+        self, rollouts: StepRollouts, rewards: torch.Tensor, valid: torch.Tensor
+    ) -> tuple[torch.Tensor, Mapping[str, int]]:
         _, parts = rollouts.reward_parts()
         weights = torch.tensor([function.weight for function in self.config.rewards.functions])
         result = self.algorithm.advantages(
@@ -163,21 +183,37 @@ class PolicyUpdater:
         )
         return result.advantages, result.counters
 
-    def _mini_batches(self, rollouts: StepRollouts, valid: torch.Tensor, advantages: torch.Tensor) -> list[MiniBatch]:
-        """Plan all updates of a pass and fetch the tokens that this replica trains. Collective over all ranks."""
+    def _mini_batches(
+        self, rollouts: StepRollouts, valid: torch.Tensor, advantages: torch.Tensor
+    ) -> list[MiniBatch]:
+        """Plan all updates of a pass and fetch the tokens that this replica trains. Collective over all
+        ranks.
+        """
         trains = valid if self._needs_every_sample else valid & (advantages != 0)
         plans: list[tuple[Sequence[int], list[SampleKey], list[list[MicroBatchPlan]]]] = []
-        for chunk in np.array_split(np.arange(len(rollouts.prompts)), self.config.update.mini_batches_per_step):
+        for chunk in np.array_split(
+            np.arange(len(rollouts.prompts)), self.config.update.mini_batches_per_step
+        ):
             keys = [key for key in rollouts.records if key[0] in set(chunk.tolist()) and trains[key]]
-            sizes = [SampleSize(key[0], len(rollouts.prompts[key[0]].token_ids), rollouts.records[key].length) for key in keys]
-            plan = plan_microbatches(sizes, self.layout.dp, self.rules, self.actor.model.hf.hidden_size) if keys else []
+            sizes = [
+                SampleSize(key[0], len(rollouts.prompts[key[0]].token_ids), rollouts.records[key].length)
+                for key in keys
+            ]
+            plan = (
+                plan_microbatches(sizes, self.layout.dp, self.rules, self.actor.model.hf.hidden_size)
+                if keys
+                else []
+            )
             plans.append((chunk.tolist(), keys, plan))
         samples = self._fetch(rollouts, plans)
         return [
             MiniBatch(
                 chunk,
                 keys,
-                [self.builder.build(micro, lambda i, keys=keys: samples[keys[i]], len(keys)) for micro in plan[self.groups.dp_rank]],
+                [
+                    self.builder.build(micro, lambda i, keys=keys: samples[keys[i]], len(keys))
+                    for micro in plan[self.groups.dp_rank]
+                ],
             )
             if plan
             else MiniBatch(chunk, keys, [])
@@ -186,8 +222,14 @@ class PolicyUpdater:
 
     @property
     def _needs_every_sample(self) -> bool:
-        """Whether a completion with advantage 0 must be computed: it has a gradient, or its advantage may still change."""
-        return not self.algorithm.can_skip_zero_advantage or self.algorithm.kl_in_reward or self.algorithm.correction_before_advantages
+        """Whether a completion with advantage 0 must be computed: it has a gradient, or its advantage may
+        still change.
+        """
+        return (
+            not self.algorithm.can_skip_zero_advantage
+            or self.algorithm.kl_in_reward
+            or self.algorithm.correction_before_advantages
+        )
 
     def _fetch(self, rollouts: StepRollouts, plans: list) -> dict[SampleKey, TrainSample]:
         destinations = {
@@ -200,17 +242,25 @@ class PolicyUpdater:
         }
         records = [record for key, record in rollouts.records.items() if key in destinations]
         tokens = exchange_completions(records, destinations, rollouts.local)
-        return {key: TrainSample(key, rollouts.prompts[key[0]].token_ids, *data) for key, data in tokens.items()}
+        return {
+            key: TrainSample(key, rollouts.prompts[key[0]].token_ids, *data) for key, data in tokens.items()
+        }
 
     @property
     def _old_equals_actor(self) -> bool:
-        """Whether the first forward of the update is that of the old policy, so that its own log-probs serve as the old ones."""
+        """Whether the first forward of the update is that of the old policy, so that its own log-probs
+        serve as the old ones.
+        """
         update = self.config.update
         single = update.mini_batches_per_step * update.epochs_per_step == 1
         return single and not self.algorithm.config.correction.enabled and not self.algorithm.kl_in_reward
 
-    def _rows_before_update(self, mini_batches: Sequence[MiniBatch], before_pass: Callable[[], None]) -> dict[int, RowTerms]:
-        """Compute what the losses need of the old policy and the reference, for all micro-batches of the step."""
+    def _rows_before_update(
+        self, mini_batches: Sequence[MiniBatch], before_pass: Callable[[], None]
+    ) -> dict[int, RowTerms]:
+        """Compute what the losses need of the old policy and the reference, for all micro-batches of the
+        step.
+        """
         batches = [batch for mini_batch in mini_batches for batch in mini_batch.batches]
         rows = {id(batch): RowTerms() for batch in batches}
         for batch in batches if self.groups.is_last_stage else ():
@@ -222,15 +272,21 @@ class PolicyUpdater:
                 rows[id(batch)].old_logprobs = batch.rollout_logprobs
         elif self.algorithm.needs_old_logprobs and not self._old_equals_actor:
             before_pass()
-            for batch, old in zip(batches, self.actor.logprobs(batches, self.temperature), strict=self.groups.is_last_stage):
+            for batch, old in zip(
+                batches, self.actor.logprobs(batches, self.temperature), strict=self.groups.is_last_stage
+            ):
                 rows[id(batch)].old_logprobs = old
         if self.reference is not None:
             before_pass()
         if self.reference is not None and self.algorithm.needs_exact_kl:
-            for batch, hidden in zip(batches, self.reference.hidden_rows(batches), strict=self.groups.is_last_stage):
+            for batch, hidden in zip(
+                batches, self.reference.hidden_rows(batches), strict=self.groups.is_last_stage
+            ):
                 rows[id(batch)].ref_hidden = hidden
         elif self.reference is not None:
-            for batch, logprobs in zip(batches, self.reference.logprobs(batches, self.temperature), strict=self.groups.is_last_stage):
+            for batch, logprobs in zip(
+                batches, self.reference.logprobs(batches, self.temperature), strict=self.groups.is_last_stage
+            ):
                 rows[id(batch)].ref_logprobs = logprobs
         return rows
 
@@ -249,36 +305,53 @@ class PolicyUpdater:
         return penalties, self._all_gather_metrics(measured)
 
     def _compare_with_engine(
-        self, mini_batches: Sequence[MiniBatch], rows: Mapping[int, RowTerms], ages: Mapping[SampleKey, int], largest_gap: LargestGap
+        self,
+        mini_batches: Sequence[MiniBatch],
+        rows: Mapping[int, RowTerms],
+        ages: Mapping[SampleKey, int],
+        largest_gap: LargestGap,
     ) -> tuple[dict[SampleKey, int], dict[SampleKey, bool], dict[str, Metric]]:
         """Measure the mismatch of engine and actor and apply the rollout correction.
 
-        Only where old log-probs were computed: otherwise the loss of the first update measures it with its own. Collective over all ranks.
+        Only where old log-probs were computed: otherwise the loss of the first update measures it with its
+        own. Collective over all ranks.
 
         Returns:
             Kept tokens and rejections by sample (both empty without a correction), and the diagnostics.
         """
-        if self._old_equals_actor or self.algorithm.config.old_logprobs == "engine" or not self.algorithm.needs_old_logprobs:
+        if (
+            self._old_equals_actor
+            or self.algorithm.config.old_logprobs == "engine"
+            or not self.algorithm.needs_old_logprobs
+        ):
             return {}, {}, {}
         kept: dict[SampleKey, int] = {}
         rejected: dict[SampleKey, bool] = {}
         diagnostics: list[Mapping[str, Metric]] = []
-        for batch in (batch for mini_batch in mini_batches for batch in mini_batch.batches if self.groups.is_last_stage):
+        for batch in (
+            batch for mini_batch in mini_batches for batch in mini_batch.batches if self.groups.is_last_stage
+        ):
             terms = rows[id(batch)]
             result = self.algorithm.correct(
                 terms.old_logprobs,
                 batch.rollout_logprobs,
                 batch.sequence_ids,
                 batch.num_sequences,
-                sequence_sum=lambda values, batch=batch: sum_sequences(values, batch.sequence_ids, batch.num_sequences, self.groups.cp),
+                sequence_sum=lambda values, batch=batch: sum_sequences(
+                    values, batch.sequence_ids, batch.num_sequences, self.groups.cp
+                ),
                 positions=batch.positions,
                 policy_age=batch.per_row(ages, torch.int64),
             )
             diagnostics.append(result.diagnostics)
-            largest_gap.add(batch, torch.arange(len(batch.targets), device=batch.targets.device), terms.old_logprobs, ages)
+            largest_gap.add(
+                batch, torch.arange(len(batch.targets), device=batch.targets.device), terms.old_logprobs, ages
+            )
             if self.algorithm.config.correction.enabled:
                 terms.keep, terms.correction_weights = result.keep, result.weights
-                counts = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_ids.cpu(), result.keep.cpu().float())
+                counts = torch.zeros(batch.num_sequences).index_add(
+                    0, batch.sequence_ids.cpu(), result.keep.cpu().float()
+                )
                 kept |= dict(zip(batch.keys, counts.int().tolist(), strict=True))
                 rejected |= dict(zip(batch.keys, result.rejected.tolist(), strict=True))
         gathered = all_gather_metadata((kept, rejected) if self.groups.reports_losses else ({}, {}))
@@ -292,15 +365,24 @@ class PolicyUpdater:
             for mini_batch in mini_batches:
                 yield from mini_batch.batches
 
-    def _token_weights(self, mini_batch: MiniBatch, lengths: Mapping[SampleKey, int]) -> dict[SampleKey, float]:
-        """Return the weight of each token by sample: the one global denominator of the mini-batch, skipped samples included."""
+    def _token_weights(
+        self, mini_batch: MiniBatch, lengths: Mapping[SampleKey, int]
+    ) -> dict[SampleKey, float]:
+        """Return the weight of each token by sample: the one global denominator of the mini-batch, skipped
+        samples included.
+        """
         members = set(mini_batch.groups)
         keys = [key for key in lengths if key[0] in members]
-        weights = self.algorithm.token_weights(torch.tensor([lengths[key] for key in keys]), torch.tensor([key[0] for key in keys]))
+        weights = self.algorithm.token_weights(
+            torch.tensor([lengths[key] for key in keys]), torch.tensor([key[0] for key in keys])
+        )
         return dict(zip(keys, weights.tolist(), strict=True))
 
     def _all_gather_metrics(self, parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
         """Merge metrics of all micro-batches and replicas. Collective over all ranks."""
         mine = merge_metrics(parts) if self.groups.reports_losses else {}
-        on_cpu = {name: Metric(metric.reduction, metric.value.cpu(), metric.count.cpu()) for name, metric in mine.items()}
+        on_cpu = {
+            name: Metric(metric.reduction, metric.value.cpu(), metric.count.cpu())
+            for name, metric in mine.items()
+        }
         return merge_metrics(all_gather_metadata(on_cpu))

@@ -1,1 +1,3 @@
-"""Rewards: registered functions and users' own, scored in worker processes that can be killed. No torch, no Megatron here."""
+"""Rewards: registered functions and users' own, scored in worker processes that can be killed. No torch,
+no Megatron here.
+"""

@@ -17,7 +17,9 @@ Scorer = Callable[[Sequence[Prompt], Sequence[Completion]], list[float]]
 
 
 def is_custom(name: str) -> bool:
-    """Return whether `name` is the name of a user's function, which is called with all completions of a prompt at once."""
+    """Return whether `name` is the name of a user's function, which is called with all completions of a
+    prompt at once.
+    """
     return name not in REWARDS.names() and is_callable_spec(name)
 
 
@@ -25,8 +27,9 @@ def build_scorer(spec: RewardSpec) -> Scorer:
     """Return the function that scores completions by this reward, warmed up.
 
     Raises:
-        UserError: the reward is unknown, can't be loaded or refuses its options; later, the scorer raises it for a mistake that ends the
-            run. What else a scorer raises is the failure of these completions alone.
+        UserError: the reward is unknown, can't be loaded or refuses its options; later, the scorer raises it
+            for a mistake that ends the run. What else a scorer raises is the failure of these completions
+            alone.
     """
     if is_custom(spec.name):
         function = load_custom(spec.name, spec.options)
@@ -36,7 +39,9 @@ def build_scorer(spec: RewardSpec) -> Scorer:
         score.warm_up()
 
     def score_each(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        values = [float(score(prompt, completion)) for prompt, completion in zip(prompts, completions, strict=True)]
+        values = [
+            float(score(prompt, completion)) for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         for value in values:
             if not isfinite(value):
                 raise ValueError(f"returned {value}, not a finite number")

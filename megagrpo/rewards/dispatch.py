@@ -14,7 +14,8 @@ from megagrpo.errors import UserError
 from megagrpo.rewards.messages import Failed, Ready, Refused, Request, Scores, Setup
 from megagrpo.rewards.process import WorkerProcess
 
-START_SECONDS = 120.0  # a worker imports and warms up its rewards: 0.5 to 4 s on a quiet machine, many times that on a busy one
+# a worker imports and warms up its rewards: 0.5 to 4 s on a quiet machine, many times that on a busy one
+START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,17 @@ class _Job:
 
 
 class Dispatcher:
-    """A fixed number of workers, one request at a time each, served by one thread whose `select` waits for all of them.
+    """A fixed number of workers, one request at a time each, served by one thread whose `select` waits for
+    all of them.
 
-    Any thread may ask. The workers belong to the serving thread: it starts them (they die with the thread that started them), so nothing
-    but the inbox is shared.
+    Any thread may ask. The workers belong to the serving thread: it starts them (they die with the thread
+    that started them), so nothing but the inbox is shared.
     """
 
     def __init__(self, setup: Setup, workers: int, timeout_seconds: float):
-        """Start the workers and wait until each is ready; raises UserError where one refuses the setup or ends."""
+        """Start the workers and wait until each is ready; raises UserError where one refuses the setup or
+        ends.
+        """
         self._setup, self._timeout_seconds = setup, timeout_seconds
         self.replaced_workers = 0  # killed after a time-out or found dead, since the start
         self._selector = selectors.DefaultSelector()
@@ -46,7 +50,9 @@ class Dispatcher:
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         ready: Future[None] = Future()
-        self._thread = threading.Thread(target=self._serve, args=(workers, ready), name="rewards", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, args=(workers, ready), name="rewards", daemon=True
+        )
         self._thread.start()
         try:
             ready.result()
@@ -55,7 +61,9 @@ class Dispatcher:
             raise
 
     def submit(self, request: Request) -> "Future[Scores | Failed]":
-        """Ask for one reply; may be called from any thread. A refusal is raised by the result, and stops all workers."""
+        """Ask for one reply; may be called from any thread. A refusal is raised by the result, and stops
+        all workers.
+        """
         job = _Job(request)
         with self._lock:
             if self._closing:
@@ -69,7 +77,9 @@ class Dispatcher:
         return [reply.result() for reply in [self.submit(request) for request in requests]]
 
     def close(self) -> None:
-        """Kill and reap every worker; nothing is left to close the second time. Requests without a reply raise ValueError."""
+        """Kill and reap every worker; nothing is left to close the second time. Requests without a reply
+        raise ValueError.
+        """
         with self._lock:
             if not self._closing:
                 self._closing = True
@@ -125,7 +135,9 @@ class Dispatcher:
             self._assigned[worker] = self._waiting.popleft()
 
     def _wait(self) -> None:
-        """Wait for new requests, or for the next reply, end or time-out of any busy worker, and deal with it."""
+        """Wait for new requests, or for the next reply, end or time-out of any busy worker, and deal with
+        it.
+        """
         nearest = min((worker.deadline for worker in self._assigned), default=None)
         events = self._selector.select(None if nearest is None else max(0.0, nearest - time.monotonic()))
         for key, _ in events:
@@ -158,7 +170,9 @@ class Dispatcher:
                 job.reply.set_result(reply)
 
     def _lose(self, worker: WorkerProcess, timed_out: bool) -> None:
-        """Kill a worker that hangs or is gone, put a new one in its place, and answer the request that it leaves behind."""
+        """Kill a worker that hangs or is gone, put a new one in its place, and answer the request that it
+        leaves behind.
+        """
         was_idle = worker in self._idle
         job = None if was_idle else self._assigned[worker]
         try:
@@ -170,10 +184,16 @@ class Dispatcher:
         if job is not None:
             limit = f"took over {self._timeout_seconds:g} s"
             job.reply.set_result(
-                Failed("timeout", limit) if timed_out else Failed("crash", f"the process ended with {_name_status(status)}")
+                Failed("timeout", limit)
+                if timed_out
+                else Failed("crash", f"the process ended with {_name_status(status)}")
             )
         elif not was_idle:
-            reason = f"was not ready after {START_SECONDS:g} s" if timed_out else f"ended with {_name_status(status)} while it started"
+            reason = (
+                f"was not ready after {START_SECONDS:g} s"
+                if timed_out
+                else (f"ended with {_name_status(status)} while it started")
+            )
             raise UserError(f"rewards: a worker process {reason}; its standard error is above")
 
     def _replace(self, worker: WorkerProcess) -> int:

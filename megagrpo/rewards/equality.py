@@ -1,4 +1,5 @@
-"""Mathematical equality of two texts by math-verify (SymPy). Imported by the `math` reward alone: it costs about a second.
+"""Mathematical equality of two texts by math-verify (SymPy). Imported by the `math` reward alone: it costs
+about a second.
 
 math-verify's limits use SIGALRM, so this works in a process's main thread only: the reward workers'.
 """
@@ -7,10 +8,13 @@ from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
-from math_verify.errors import TimeoutException  # derives from BaseException: `except Exception` does not see it
 
-# math-verify's own limits in whole seconds. Two parses and a comparison stay below the default outer limit of 10 s, so that an expression
-# that never ends is named without the cost of a new worker; the outer, killing limit catches what an alarm can't stop.
+# derives from BaseException: `except Exception` does not see it
+from math_verify.errors import TimeoutException
+
+# math-verify's own limits in whole seconds. Two parses and a comparison stay below the default outer limit of
+# 10 s, so that an expression that never ends is named without the cost of a new worker; the outer, killing
+# limit catches what an alarm can't stop.
 PARSE_SECONDS, COMPARE_SECONDS = 2, 4
 
 
@@ -31,7 +35,9 @@ def is_equal(gold: str, answer: str) -> bool:
         return verify(list(expected), list(given), timeout_seconds=COMPARE_SECONDS, raise_on_error=True)
     except TimeoutException as error:
         raise TimeoutError(f"comparing took over {COMPARE_SECONDS} s") from error
-    except Exception:  # a nonsensical answer can make SymPy raise almost anything: such an answer is wrong, not a failure of the scorer
+    except Exception:
+        # a nonsensical answer can make SymPy raise almost anything: such an answer is wrong, not a failure of
+        # the scorer
         return False
 
 

@@ -1,4 +1,6 @@
-"""Where the answer stands in a text. Pure string functions; each returns None where the text has no such place."""
+"""Where the answer stands in a text. Pure string functions; each returns None where the text has no such
+place.
+"""
 
 import re
 
@@ -6,7 +8,9 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` whose braces balance; `\{` and `\}` do not count as braces."""
+    r"""Return the content of the last `\boxed{...}` whose braces balance; `\{` and `\}` do not count as
+    braces.
+    """
     start = text.rfind(r"\boxed{")
     while start >= 0:
         content = _balanced(text, start + len(r"\boxed{"))
@@ -37,7 +41,9 @@ def extract_after_hashes(text: str) -> str | None:
 
 
 def extract_last_number(text: str) -> str | None:
-    """Return the last number of the text without thousands separators: an integer, a decimal or a fraction `a/b`."""
+    """Return the last number of the text without thousands separators: an integer, a decimal or a fraction
+    `a/b`.
+    """
     found = _NUMBER.findall(text)
     return found[-1].replace(",", "") if found else None
 

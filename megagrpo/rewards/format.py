@@ -13,22 +13,32 @@ class FormatReward:
     """Check a completion's form, never its content.
 
     Args:
-        tags: the text must be these elements in this order, each exactly once, with nothing but white space between and around them.
-        pattern: regular expression that the whole stripped text must match (`.` matches newlines); given, it replaces `tags`.
-        prefix: text that the prompt already began the answer with, e.g. `<think>` where the chat template opens it.
+        tags: the text must be these elements in this order, each exactly once, with nothing but white space
+            between and around them.
+        pattern: regular expression that the whole stripped text must match (`.` matches newlines); given, it
+            replaces `tags`.
+        prefix: text that the prompt already began the answer with, e.g. `<think>` where the chat template
+            opens it.
 
     Raises:
         UserError: no tag, a tag that is not a word, or a pattern that does not compile.
     """
 
-    def __init__(self, tags: Sequence[str] = ("think", "answer"), pattern: str | None = None, prefix: str = ""):
+    def __init__(
+        self, tags: Sequence[str] = ("think", "answer"), pattern: str | None = None, prefix: str = ""
+    ):
         if isinstance(tags, str) or not tags or not all(re.fullmatch(r"[\w-]+", str(tag)) for tag in tags):
-            raise UserError(f"rewards.functions: 'format': tags is {tags!r}; a list of words is needed, e.g. [think, answer]")
+            raise UserError(
+                f"rewards.functions: 'format': tags is {tags!r}; a list of words is needed, "
+                "e.g. [think, answer]"
+            )
         self.tags, self.prefix = tuple(map(str, tags)), prefix
         try:
             self._pattern = re.compile(pattern, re.DOTALL) if pattern is not None else None
         except re.error as error:
-            raise UserError(f"rewards.functions: 'format': pattern {pattern!r} is not a regular expression: {error}") from None
+            raise UserError(
+                f"rewards.functions: 'format': pattern {pattern!r} is not a regular expression: {error}"
+            ) from None
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float:
         """Return 1.0 where the form is right, else 0.0."""

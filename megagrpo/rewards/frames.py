@@ -25,14 +25,18 @@ def read_frame(descriptor: int) -> Any:
 
 
 class FrameReader:
-    """Assemble messages from whatever a pipe has to give: one `os.read` per call, so it blocks only where nothing is there."""
+    """Assemble messages from whatever a pipe has to give: one `os.read` per call, so it blocks only where
+    nothing is there.
+    """
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
         self._buffer = bytearray()
 
     def read(self) -> list[Any]:
-        """Return the messages that one read completes, maybe none; raises EOFError where the other side is gone."""
+        """Return the messages that one read completes, maybe none; raises EOFError where the other side is
+        gone.
+        """
         chunk = os.read(self._descriptor, 1 << 16)
         if not chunk:
             raise EOFError

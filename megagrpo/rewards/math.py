@@ -15,9 +15,11 @@ class MathReward:
     r"""Compare a completion's final answer with a column of its prompt.
 
     Args:
-        column: the gold answer: a number, LaTeX, a solution with `\boxed{}`, or GSM8K's solution ending in `#### 42`.
-        extract: where the answer stands. `boxed`: the last `\boxed{}`; `last_number`: the last number; `text`: what math-verify finds in
-            the whole text (anchored answers first, then the last expression); `auto`: `boxed`, else after `####`, else `text`.
+        column: the gold answer: a number, LaTeX, a solution with `\boxed{}`, or GSM8K's solution ending in
+            `#### 42`.
+        extract: where the answer stands. `boxed`: the last `\boxed{}`; `last_number`: the last number;
+            `text`: what math-verify finds in the whole text (anchored answers first, then the last
+                expression); `auto`: `boxed`, else after `####`, else `text`.
         tag: look only inside the last `<tag>...</tag>`; a text without it scores 0.0.
 
     Raises:
@@ -28,9 +30,12 @@ class MathReward:
         check_choice("math", "extract", extract, PLACES)
         self.column, self.extract, self.tag = column, extract, tag
         try:
-            from megagrpo.rewards import equality  # here, because SymPy costs a second that other rewards need not pay
+            # here, because SymPy costs a second that other rewards need not pay
+            from megagrpo.rewards import equality
         except ImportError:
-            raise UserError("rewards.functions: 'math' needs the package math-verify: pip install 'megagrpo[rewards]'") from None
+            raise UserError(
+                "rewards.functions: 'math' needs the package math-verify: pip install 'megagrpo[rewards]'"
+            ) from None
         self._equality = equality
 
     def warm_up(self) -> None:
@@ -66,6 +71,8 @@ class MathReward:
 
 
 def extract_gold(value: Any) -> str:
-    r"""Return the gold answer proper of a column's value: after `####`, else inside the last `\boxed{}`, else all of it."""
+    r"""Return the gold answer proper of a column's value: after `####`, else inside the last `\boxed{}`,
+    else all of it.
+    """
     text = str(value).strip()
     return extract_after_hashes(text) or extract_boxed(text) or text

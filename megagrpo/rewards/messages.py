@@ -1,4 +1,6 @@
-"""What the pool and its workers say to each other. In a file of its own, so that both sides pickle the same classes."""
+"""What the pool and its workers say to each other. In a file of its own, so that both sides pickle the
+same classes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,8 @@
 """Scores completions in worker processes, which can be killed.
 
-A step's rewards must not depend on a scorer that hangs or dies: SymPy on a power tower, a regular expression that backtracks, a user's
-function that loops. Threads can't be stopped, so every score is computed in a process of its own.
+A step's rewards must not depend on a scorer that hangs or dies: SymPy on a power tower, a regular expression
+that backtracks, a user's function that loops. Threads can't be stopped, so every score is computed in a
+process of its own.
 """
 
 import sys
@@ -22,33 +23,38 @@ _Task = tuple[int, tuple[int, ...]]  # (position of the reward, positions of the
 class RewardPool:
     """Worker processes that compute every configured reward.
 
-    A registered reward is called for one completion at a time. A user's function is called with all completions of one prompt; where that
-    call crashes or takes longer than `timeout_seconds`, it is called again with each of them alone, so that only those at fault fail.
+    A registered reward is called for one completion at a time. A user's function is called with all
+    completions of one prompt; where that call crashes or takes longer than `timeout_seconds`, it is called
+    again with each of them alone, so that only those at fault fail.
 
     Example:
-        >>> with RewardPool((RewardConfig(name="math"),), workers=2, timeout_seconds=10.0, failure_value=0.0) as pool:  # doctest: +SKIP
-        ...     rewards = pool.score([prompt, prompt], completions)
+        >>> with RewardPool((RewardConfig(name="math"),), workers=2, timeout_seconds=10.0, failure_value=0.0)
+        as pool:  # doctest: +SKIP ...     rewards = pool.score([prompt, prompt], completions)
     """
 
-    def __init__(self, functions: Sequence[RewardConfig], workers: int, timeout_seconds: float, failure_value: float):
+    def __init__(
+        self, functions: Sequence[RewardConfig], workers: int, timeout_seconds: float, failure_value: float
+    ):
         """Start the workers and wait until each has loaded and warmed up its rewards.
 
         Args:
             functions: the rewards and their weights.
             workers: number of processes.
-            timeout_seconds: a completion that takes longer in one reward fails with outcome `timeout`; its worker is killed and replaced.
+            timeout_seconds: a completion that takes longer in one reward fails with outcome `timeout`; its
+                worker is killed and replaced.
             failure_value: value of a completion that failed in any reward, and its part for that reward.
 
         Raises:
-            UserError: a reward is unknown, can't be loaded or refuses its options, or a worker ends while it starts.
+            UserError: a reward is unknown, can't be loaded or refuses its options, or a worker ends while it
+                starts.
         """
         self._functions = tuple(functions)
         self._failure_value = failure_value
         self.part_names = _name_parts([function.name for function in functions])
         specs = tuple(RewardSpec(function.name, dict(function.options)) for function in functions)
         self._dispatcher = Dispatcher(Setup(specs, tuple(sys.path)), workers, timeout_seconds)
-        # One group at a time each. A group that isn't done has a request at a worker as soon as one is free, so with as many threads as
-        # workers no worker is idle while a group waits.
+        # One group at a time each. A group that isn't done has a request at a worker as soon as one is free,
+        # so with as many threads as workers no worker is idle while a group waits.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="score")
 
     @property
@@ -60,29 +66,44 @@ class RewardPool:
         """Return the reward of each completion, in the order given. May be called from several threads.
 
         Args:
-            prompts: the prompt of each completion: as many entries as there are completions; a group repeats its prompt.
+            prompts: the prompt of each completion: as many entries as there are completions; a group repeats
+                its prompt.
             completions: the completions, those of one prompt side by side.
 
         Raises:
-            UserError: a mistake that ends the run: a missing column, or a user's function that raised, returned another number of values
-                or one that is not finite. The workers are stopped.
+            UserError: a mistake that ends the run: a missing column, or a user's function that raised,
+                returned another number of values or one that is not finite. The workers are stopped.
         """
         if len(prompts) != len(completions):
-            raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions: one prompt per completion is needed")
+            raise ValueError(
+                f"{len(prompts)} prompts for {len(completions)} completions: one prompt per "
+                "completion is needed"
+            )
         results = self._run(self._split(prompts), prompts, completions)
-        shared_failures = [task for task, result in results.items() if isinstance(result, Failed) and len(task[1]) > 1]
-        alone: list[_Task] = [(reward, (position,)) for reward, positions in shared_failures for position in positions]
+        shared_failures = [
+            task for task, result in results.items() if isinstance(result, Failed) and len(task[1]) > 1
+        ]
+        alone: list[_Task] = [
+            (reward, (position,)) for reward, positions in shared_failures for position in positions
+        ]
         results.update(self._run(alone, prompts, completions))
         for task in shared_failures:
             del results[task]
         parts: dict[tuple[int, int], float | Failed] = {}
         for (reward, positions), result in results.items():
             values: Sequence[float | Failed] = result.values if isinstance(result, Scores) else [result]
-            parts.update({(reward, position): value for position, value in zip(positions, values, strict=True)})
-        return [self._combine([parts[reward, i] for reward in range(len(self._functions))]) for i in range(len(completions))]
+            parts.update(
+                {(reward, position): value for position, value in zip(positions, values, strict=True)}
+            )
+        return [
+            self._combine([parts[reward, i] for reward in range(len(self._functions))])
+            for i in range(len(completions))
+        ]
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> "Future[list[Reward]]":
-        """Score in the background, e.g. a finished group while others are generated; the result is that of `score`."""
+        """Score in the background, e.g. a finished group while others are generated; the result is that of
+        `score`.
+        """
         return self._threads.submit(self.score, prompts, completions)
 
     def close(self) -> None:
@@ -97,28 +118,51 @@ class RewardPool:
         self.close()
 
     def _split(self, prompts: Sequence[Prompt]) -> list[_Task]:
-        """Return the calls to make: one per completion of a registered reward, one per prompt of a user's function."""
-        groups = [tuple(positions) for _, positions in groupby(range(len(prompts)), key=lambda position: prompts[position].id)]
+        """Return the calls to make: one per completion of a registered reward, one per prompt of a user's
+        function.
+        """
+        groups = [
+            tuple(positions)
+            for _, positions in groupby(range(len(prompts)), key=lambda position: prompts[position].id)
+        ]
         singles = [(position,) for position in range(len(prompts))]
-        return [(reward, task) for reward, f in enumerate(self._functions) for task in (groups if is_custom(f.name) else singles)]
+        return [
+            (reward, task)
+            for reward, f in enumerate(self._functions)
+            for task in (groups if is_custom(f.name) else singles)
+        ]
 
-    def _run(self, tasks: list[_Task], prompts: Sequence[Prompt], completions: Sequence[Completion]) -> dict[_Task, Scores | Failed]:
-        requests = [Request(reward, [prompts[i] for i in positions], [completions[i] for i in positions]) for reward, positions in tasks]
+    def _run(
+        self, tasks: list[_Task], prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> dict[_Task, Scores | Failed]:
+        requests = [
+            Request(reward, [prompts[i] for i in positions], [completions[i] for i in positions])
+            for reward, positions in tasks
+        ]
         return dict(zip(tasks, self._dispatcher.run(requests), strict=True))
 
     def _combine(self, parts: list[float | Failed]) -> Reward:
         """Return the weighted sum of a completion's parts, or the failure value and the first failure."""
         values = {
-            name: self._failure_value if isinstance(part, Failed) else part for name, part in zip(self.part_names, parts, strict=True)
+            name: self._failure_value if isinstance(part, Failed) else part
+            for name, part in zip(self.part_names, parts, strict=True)
         }
         for name, part in zip(self.part_names, parts, strict=True):
             if isinstance(part, Failed):
                 return Reward(self._failure_value, values, part.outcome, f"{name}: {part.detail}")
-        return Reward(sum(function.weight * value for function, value in zip(self._functions, values.values(), strict=True)), values)
+        return Reward(
+            sum(
+                function.weight * value
+                for function, value in zip(self._functions, values.values(), strict=True)
+            ),
+            values,
+        )
 
 
 def _name_parts(names: list[str]) -> tuple[str, ...]:
-    """Return a short, unique name per reward: the registered name or the function's, numbered where it comes again (`format_2`)."""
+    """Return a short, unique name per reward: the registered name or the function's, numbered where it
+    comes again (`format_2`).
+    """
     seen: Counter[str] = Counter()
     short = []
     for name in (name.rpartition(":")[2] for name in names):

@@ -17,12 +17,16 @@ _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREAD
 
 
 class WorkerProcess:
-    """A running worker. It leads a session of its own, so that a kill takes the processes with it that reward code started."""
+    """A running worker. It leads a session of its own, so that a kill takes the processes with it that
+    reward code started.
+    """
 
     def __init__(self) -> None:
         """Start the process; the first message to it is its Setup, and the first reply Ready or Refused."""
         environment = {**os.environ, **_THREADS}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_ROOT, environment.get("PYTHONPATH")]))
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [_PACKAGE_ROOT, environment.get("PYTHONPATH")])
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megagrpo.rewards.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -41,19 +45,26 @@ class WorkerProcess:
         return self._replies.fileno()
 
     def send(self, message: Setup | Request, seconds: float) -> None:
-        """Send a message whose reply may take `seconds`; a process that is gone raises BrokenPipeError here or EOFError at `receive`."""
+        """Send a message whose reply may take `seconds`; a process that is gone raises BrokenPipeError
+        here or EOFError at `receive`.
+        """
         self.deadline = time.monotonic() + seconds
         write_frame(self._requests.fileno(), message)
 
     def receive(self) -> Reply | None:
-        """Return the reply, or None while it is incomplete; call it when `fileno()` is readable. EOFError: the process is gone."""
+        """Return the reply, or None while it is incomplete; call it when `fileno()` is readable. EOFError:
+        the process is gone.
+        """
         replies = self._reader.read()
         return replies[0] if replies else None
 
     def kill(self) -> int:
-        """Kill the process and all of its session, reap it, and return its exit status (negative: the signal that ended it)."""
+        """Kill the process and all of its session, reap it, and return its exit status (negative: the
+        signal that ended it).
+        """
         with contextlib.suppress(ProcessLookupError):  # no process of the session is left
-            os.killpg(self.pid, signal.SIGKILL)  # before `wait`: until it is reaped, its id can't belong to anybody else
+            # before `wait`: until it is reaped, its id can't belong to anybody else
+            os.killpg(self.pid, signal.SIGKILL)
         self._requests.close()
         self._replies.close()
         return self._process.wait()

@@ -9,34 +9,43 @@ from megagrpo.registry import Registry
 from megagrpo.types import Completion, Prompt
 
 ScoreFunction = Callable[[Prompt, Completion], float]
-"""`score(prompt, completion) -> float`, finite. It may raise TimeoutError for a time-out of its own, and UserError for a mistake in the
-data that makes every score meaningless (a missing column). Anything else it raises counts as an `error` of that one completion."""
+"""`score(prompt, completion) -> float`, finite. It may raise TimeoutError for a time-out of its own, and
+UserError for a mistake in the data that makes every score meaningless (a missing column). Anything else it
+raises counts as an `error` of that one completion."""
 
 BatchFunction = Callable[[Sequence[Prompt], Sequence[Completion]], Sequence[float]]
-"""`reward(prompts, completions, **options) -> list[float]`: a user's own reward, one finite number per completion."""
+"""`reward(prompts, completions, **options) -> list[float]`: a user's own reward, one finite number per
+completion.
+"""
 
 REWARDS: Registry[Callable[..., ScoreFunction]] = Registry("reward")
-"""Factories by name: `REWARDS.get(name)(**options) -> ScoreFunction`. A factory checks its options and raises UserError. Where the score
-function has a method `warm_up()`, the worker calls it once, so that first-use costs do not count against the first completion."""
+"""Factories by name: `REWARDS.get(name)(**options) -> ScoreFunction`. A factory checks its options and raises
+UserError. Where the score function has a method `warm_up()`, the worker calls it once, so that first-use
+costs do not count against the first completion."""
 
 
 def build_registered(name: str, options: Mapping[str, Any]) -> ScoreFunction:
     """Return the score function that the factory `name` makes from `options`.
 
     Raises:
-        UserError: the name is not registered, an option is unknown or missing, or the factory refuses a value.
+        UserError: the name is not registered, an option is unknown or missing, or the factory refuses a
+            value.
     """
     factory = REWARDS.get(name)
     signature = inspect.signature(factory)
     try:
         signature.bind(**options)
     except TypeError as error:
-        raise UserError(f"rewards.functions: options of {name!r}: {error}; options: {', '.join(signature.parameters)}") from None
+        raise UserError(
+            f"rewards.functions: options of {name!r}: {error}; options: {', '.join(signature.parameters)}"
+        ) from None
     return factory(**options)
 
 
 def read_column(prompt: Prompt, column: str, reward: str) -> Any:
-    """Return `prompt.columns[column]`; a missing column raises UserError, because then no completion of the data set can be scored."""
+    """Return `prompt.columns[column]`; a missing column raises UserError, because then no completion of
+    the data set can be scored.
+    """
     if column in prompt.columns:
         return prompt.columns[column]
     known = ", ".join(map(str, prompt.columns)) or "none"
@@ -46,4 +55,6 @@ def read_column(prompt: Prompt, column: str, reward: str) -> Any:
 def check_choice(reward: str, option: str, value: str, allowed: Sequence[str]) -> None:
     """Raise UserError where an option's value is not one of the allowed ones."""
     if value not in allowed:
-        raise UserError(f"rewards.functions: {reward!r}: {option} is {value!r}; allowed: {', '.join(allowed)}")
+        raise UserError(
+            f"rewards.functions: {reward!r}: {option} is {value!r}; allowed: {', '.join(allowed)}"
+        )

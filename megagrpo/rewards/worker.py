@@ -1,7 +1,9 @@
 """A reward worker: `python -m megagrpo.rewards.worker`, started by `process.py`.
 
-It reads a Setup, answers Ready or Refused, then answers each Request with Scores, Failed or Refused until its standard input ends. The
-two pipes are its own: reward code that reads standard input finds it empty, and what it prints goes to standard error.
+It reads a Setup, answers Ready or Refused, then answers each Request with Scores, Failed or Refused until its
+standard input ends. The
+two pipes are its own: reward code that reads standard input finds it empty, and what it prints goes to
+    standard error.
 """
 
 import ctypes
@@ -32,7 +34,9 @@ def main() -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent ends: a scorer in an endless loop would never see its standard input end."""
+    """Ask the kernel for SIGKILL when the parent ends: a scorer in an endless loop would never see its
+    standard input end.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):  # the parent ended before the request was made
@@ -40,7 +44,9 @@ def _die_with_parent() -> None:
 
 
 def _take_pipes() -> tuple[int, int]:
-    """Return private duplicates of standard input and output, and point the originals at /dev/null and standard error."""
+    """Return private duplicates of standard input and output, and point the originals at /dev/null and
+    standard error.
+    """
     requests, replies = os.dup(0), os.dup(1)  # not inherited by processes that reward code starts
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -63,7 +69,8 @@ def _answer(scorers: list[Scorer], request: Request) -> Reply:
         return Refused(str(error))
     except TimeoutError as error:
         return Failed("timeout", str(error))
-    except Exception as error:  # a registered reward's failure on one completion: counted under its name, and the run goes on
+    except Exception as error:
+        # a registered reward's failure on one completion: counted under its name, and the run goes on
         return Failed("error", " ".join(f"{type(error).__name__}: {error}".split()))
 
 

@@ -10,7 +10,8 @@ Result = TypeVar("Result")
 
 
 class BackgroundWork(Generic[Result]):
-    """A function that runs in a thread of its own. It must not communicate: collectives are entered by the main thread alone.
+    """A function that runs in a thread of its own. It must not communicate: collectives are entered by the
+    main thread alone.
 
     The thread is a daemon: a process that has to end doesn't wait for it.
     """

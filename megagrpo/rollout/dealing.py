@@ -1,6 +1,8 @@
-"""Which rank generates which group: by expected length, so that no rank waits for another that drew the long ones.
+"""Which rank generates which group: by expected length, so that no rank waits for another that drew the long
+ones.
 
-What is generated doesn't depend on the rank, so this decides time alone. It is a function of metadata that all ranks hold.
+What is generated doesn't depend on the rank, so this decides time alone. It is a function of metadata that
+all ranks hold.
 """
 
 import heapq
@@ -9,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.types import Prompt
 
-NEWEST_WEIGHT = 0.5  # of a prompt's newest mean length in its running estimate: the policy changes, an epoch old length is a hint
+# of a prompt's newest mean length in its running estimate: the policy changes, an epoch old length is a hint
+NEWEST_WEIGHT = 0.5
 MAX_PROMPTS = 1 << 16  # those that were seen last; more would make checkpoints grow with the data set
 
 
 class LengthEstimates:
-    """A running estimate of the completion length of each prompt; prompts never seen are judged by their own length."""
+    """A running estimate of the completion length of each prompt; prompts never seen are judged by their
+    own length.
+    """
 
     def __init__(self) -> None:
         self._tokens: dict[int, float] = {}  # by prompt id, the last seen last
@@ -43,7 +48,10 @@ class LengthEstimates:
 
     def state(self) -> dict[str, object]:
         """Return what a checkpoint keeps, as JSON can hold it."""
-        return {"tokens": list(self._tokens.items()), "tokens_per_prompt_token": self._tokens_per_prompt_token}
+        return {
+            "tokens": list(self._tokens.items()),
+            "tokens_per_prompt_token": self._tokens_per_prompt_token,
+        }
 
     def load_state(self, state: Mapping[str, object]) -> None:
         """Restore what `state` returned."""
@@ -56,13 +64,15 @@ def deal_groups(costs: Sequence[float], replica_of_rank: Sequence[int]) -> list[
 
     Args:
         costs: by group.
-        replica_of_rank: the engine replica that each rank generates with; ranks of one replica share its speed.
+        replica_of_rank: the engine replica that each rank generates with; ranks of one replica share its
+            speed.
 
     Returns:
         The groups of each rank, in ascending order.
     """
     longest_first = sorted(range(len(costs)), key=lambda group: (-costs[group], group))
-    replicas = [(0.0, replica) for replica in sorted(set(replica_of_rank))]  # heaps of (load, number): equal loads go by number
+    # heaps of (load, number): equal loads go by number
+    replicas = [(0.0, replica) for replica in sorted(set(replica_of_rank))]
     ranks: dict[int, list[tuple[float, int]]] = {replica: [] for _, replica in replicas}
     for rank, replica in enumerate(replica_of_rank):
         ranks[replica].append((0.0, rank))

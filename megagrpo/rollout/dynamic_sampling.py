@@ -1,7 +1,10 @@
-"""DAPO's dynamic sampling (arXiv 2503.14476, Section 3.2, Eq. 11): groups without a signal are replaced by new prompts.
+"""DAPO's dynamic sampling (arXiv 2503.14476, Section 3.2, Eq. 11): groups without a signal are replaced by
+new prompts.
 
-Differences from the paper: the number of extra rounds is bounded, after which the step trains on the groups it has; a round draws
-only as many prompts as are missing. All decisions are functions of all-gathered rewards, so every rank decides alike.
+Differences from the paper: the number of extra rounds is bounded, after which the step trains on the groups
+    it has; a round draws
+only as many prompts as are missing. All decisions are functions of all-gathered rewards, so every rank
+decides alike.
 """
 
 from collections.abc import Callable
@@ -39,7 +42,8 @@ def collect_groups(
         config: on or off, and the bound on refills.
 
     Returns:
-        The groups that train (fewer than `wanted`, perhaps none, where the bound was reached), and counts over all rounds.
+        The groups that train (fewer than `wanted`, perhaps none, where the bound was reached), and counts
+        over all rounds.
     """
     rollouts = generate(wanted, 0)
     tokens = sum(record.length for record in rollouts.records.values())

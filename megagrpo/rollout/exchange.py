@@ -1,7 +1,7 @@
 """Moves completions from the ranks that generated them straight to the ranks that train them.
 
-Who sends what to whom follows from metadata that all ranks hold, so sizes need not be exchanged: one all-to-all of token ids and one
-of log-probs, nothing is gathered anywhere.
+Who sends what to whom follows from metadata that all ranks hold, so sizes need not be exchanged: one
+all-to-all of token ids and one of log-probs, nothing is gathered anywhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,9 @@ Tokens = tuple[np.ndarray, np.ndarray]  # (token ids int64 [L], rollout log-prob
 
 
 def exchange_completions(
-    records: Sequence[CompletionRecord], destinations: Mapping[SampleKey, Sequence[int]], local: Mapping[SampleKey, Completion]
+    records: Sequence[CompletionRecord],
+    destinations: Mapping[SampleKey, Sequence[int]],
+    local: Mapping[SampleKey, Completion],
 ) -> dict[SampleKey, Tokens]:
     """Return the token data of the completions destined for this rank. Collective over all ranks.
 
@@ -27,8 +29,14 @@ def exchange_completions(
         local: the completions that this rank generated.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    outgoing = [[r for r in records if r.source_rank == rank and target in destinations[r.key]] for target in range(world_size)]
-    incoming = [[r for r in records if r.source_rank == source and rank in destinations[r.key]] for source in range(world_size)]
+    outgoing = [
+        [r for r in records if r.source_rank == rank and target in destinations[r.key]]
+        for target in range(world_size)
+    ]
+    incoming = [
+        [r for r in records if r.source_rank == source and rank in destinations[r.key]]
+        for source in range(world_size)
+    ]
     send_sizes = [sum(record.length for record in part) for part in outgoing]
     receive_sizes = [sum(record.length for record in part) for part in incoming]
     order = [record.key for part in outgoing for record in part]
@@ -43,7 +51,9 @@ def exchange_completions(
     return received
 
 
-def _all_to_all(parts: Sequence[np.ndarray], dtype: torch.dtype, send_sizes: list[int], receive_sizes: list[int]) -> np.ndarray:
+def _all_to_all(
+    parts: Sequence[np.ndarray], dtype: torch.dtype, send_sizes: list[int], receive_sizes: list[int]
+) -> np.ndarray:
     send = torch.as_tensor(np.concatenate(parts) if parts else np.empty(0), dtype=dtype)
     received = torch.empty(sum(receive_sizes), dtype=dtype)
     dist.all_to_all_single(received, send, receive_sizes, send_sizes)

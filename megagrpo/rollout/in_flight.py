@@ -1,9 +1,11 @@
-"""Rollouts in flight as a checkpoint keeps them: one file per rank with the completions that it generated and their rewards.
+"""Rollouts in flight as a checkpoint keeps them: one file per rank with the completions that it generated and
+their rewards.
 
     token_ids  int64 [T]    logprobs  float32 [T]    of all completions, one after the other
     metadata   one JSON object per completion, in the same order
 
-A run with another number of ranks deals the files out: what is trained doesn't depend on the rank that holds it.
+A run with another number of ranks deals the files out: what is trained doesn't depend on the rank that holds
+it.
 """
 
 import json
@@ -31,14 +33,20 @@ def pack_share(share: ScoredCompletions) -> bytes:
     completions = list(share.completions.items())
     described = [_describe(key, completion, share.rewards[key]) for key, completion in completions]
     tensors = {
-        "token_ids": np.concatenate([np.zeros(0, np.int64), *(completion.token_ids for _, completion in completions)]),
-        "logprobs": np.concatenate([np.zeros(0, np.float32), *(completion.logprobs for _, completion in completions)]),
+        "token_ids": np.concatenate(
+            [np.zeros(0, np.int64), *(completion.token_ids for _, completion in completions)]
+        ),
+        "logprobs": np.concatenate(
+            [np.zeros(0, np.float32), *(completion.logprobs for _, completion in completions)]
+        ),
     }
     return save(tensors, {"completions": json.dumps(described)})
 
 
 def read_shares(folder: Path, num_files: int, rank: int, world_size: int) -> ScoredCompletions:
-    """Return what `rank` of `world_size` holds of the rollouts that `num_files` ranks have saved in `folder`."""
+    """Return what `rank` of `world_size` holds of the rollouts that `num_files` ranks have saved in
+    `folder`.
+    """
     completions: dict[SampleKey, Completion] = {}
     rewards: dict[SampleKey, Reward] = {}
     for number in range(rank, num_files, world_size):

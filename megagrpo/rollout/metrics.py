@@ -5,7 +5,9 @@ from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.telemetry import names
 
 
-def compute_rollout_metrics(rollouts: StepRollouts, counts: SamplingCounts, weight_version: int) -> dict[str, float]:
+def compute_rollout_metrics(
+    rollouts: StepRollouts, counts: SamplingCounts, weight_version: int
+) -> dict[str, float]:
     """Return rewards, lengths, versions and counts of one step, the same on all ranks.
 
     Args:
@@ -22,11 +24,16 @@ def compute_rollout_metrics(rollouts: StepRollouts, counts: SamplingCounts, weig
     }
     if records:
         ages = [weight_version - record.weight_version for record in records]
-        metrics["rollout/policy_age_mean"], metrics["rollout/policy_age_max"] = sum(ages) / len(ages), max(ages)
+        metrics["rollout/policy_age_mean"], metrics["rollout/policy_age_max"] = (
+            sum(ages) / len(ages),
+            max(ages),
+        )
         metrics[names.REWARD] = sum(record.reward.value for record in records) / len(records)
         for name in records[0].reward.parts:
             metrics[f"reward/{name}"] = sum(record.reward.parts[name] for record in records) / len(records)
         metrics["reward/failed"] = sum(record.reward.outcome != "ok" for record in records)
         metrics["rollout/completion_tokens"] = sum(record.length for record in records) / len(records)
-        metrics["rollout/cut_by_length_fraction"] = sum(record.finish_reason == "length" for record in records) / len(records)
+        metrics["rollout/cut_by_length_fraction"] = sum(
+            record.finish_reason == "length" for record in records
+        ) / len(records)
     return metrics

@@ -1,4 +1,6 @@
-"""Prompts: rows from a JSONL file or a callable, tokenised and checked once; then drawn in an order that can be resumed."""
+"""Prompts: rows from a JSONL file or a callable, tokenised and checked once; then drawn in an order that
+can be resumed.
+"""
 
 import json
 from bisect import bisect_left
@@ -17,11 +19,14 @@ from megagrpo.types import Prompt
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
-    """Raise UserError if the tokenizer can produce ids that the model's `vocab_size` embeddings do not cover."""
+    """Raise UserError if the tokenizer can produce ids that the model's `vocab_size` embeddings do not
+    cover.
+    """
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= vocab_size:
         raise UserError(
-            f"model.tokenizer: {tokenizer.name_or_path!r} has token ids up to {largest}, the model's vocab_size is {vocab_size}; "
+            f"model.tokenizer: {tokenizer.name_or_path!r} has token ids up to {largest}, the model's "
+            f"vocab_size is {vocab_size}; "
             "use the tokenizer that belongs to the model"
         )
 
@@ -30,18 +35,24 @@ class PromptSource:
     """The prompts of one data set, tokenised, in row order.
 
     Attributes:
-        prompts: those that are kept; `Prompt.id` is the row's index in the source, also where rows before it were dropped.
+        prompts: those that are kept; `Prompt.id` is the row's index in the source, also where rows before it
+            were dropped.
         dropped: number of rows left out for being longer than `max_prompt_tokens`.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, max_new_tokens: int, context_tokens: int | None = None):
+    def __init__(
+        self, config: DataConfig, tokenizer: Any, max_new_tokens: int, context_tokens: int | None = None
+    ):
         """Load, tokenise and check every row.
 
         Args:
-            config: the `data:` section; for a held-out set, a copy of it with that set's `source` and `limit`.
-            tokenizer: an HF tokenizer. A string prompt gets the tokenizer's own special tokens; a chat template brings its own.
+            config: the `data:` section; for a held-out set, a copy of it with that set's `source` and
+                `limit`.
+            tokenizer: an HF tokenizer. A string prompt gets the tokenizer's own special tokens; a chat
+                template brings its own.
             max_new_tokens: length limit of a completion.
-            context_tokens: most tokens that the model takes, prompt and completion together; None = not checked.
+            context_tokens: most tokens that the model takes, prompt and completion together; None = not
+                checked.
 
         Raises:
             UserError: on the first row (it is named) that can't be used, or if no row is left.
@@ -55,19 +66,25 @@ class PromptSource:
             if length > config.max_prompt_tokens:
                 if config.overlong_prompts == "error":
                     raise UserError(
-                        f"data.source {config.source}, row {index}: the prompt has {length} tokens, data.max_prompt_tokens is "
+                        f"data.source {config.source}, row {index}: the prompt has {length} tokens, "
+                        "data.max_prompt_tokens is "
                         f"{config.max_prompt_tokens}; raise it, or set data.overlong_prompts=drop"
                     )
                 self.dropped += 1
                 continue
             if context_tokens is not None and length + max_new_tokens > context_tokens:
                 raise UserError(
-                    f"data.source {config.source}, row {index}: {length} prompt tokens + {max_new_tokens} new tokens = "
+                    f"data.source {config.source}, row {index}: {length} prompt tokens + {max_new_tokens} "
+                    "new tokens = "
                     f"{length + max_new_tokens}, the model's context is {context_tokens}"
                 )
             self.prompts.append(prompt)
         if not self.prompts:
-            dropped = f": all {self.dropped} rows are over data.max_prompt_tokens={config.max_prompt_tokens}" if self.dropped else ""
+            dropped = (
+                (f": all {self.dropped} rows are over data.max_prompt_tokens={config.max_prompt_tokens}")
+                if self.dropped
+                else ""
+            )
             raise UserError(f"data.source {config.source}: no prompts{dropped}")
 
     def __len__(self) -> int:
@@ -80,15 +97,18 @@ class PromptSource:
         """Return the prompt of a row; raises UserError where the row is gone or dropped."""
         position = bisect_left(self.prompts, prompt_id, key=lambda prompt: prompt.id)
         if position == len(self.prompts) or self.prompts[position].id != prompt_id:
-            raise UserError(f"data.source {self.config.source}: no prompt of row {prompt_id}, which a checkpoint has rollouts of")
+            raise UserError(
+                f"data.source {self.config.source}: no prompt of row {prompt_id}, which a "
+                "checkpoint has rollouts of"
+            )
         return self.prompts[position]
 
 
 class PromptSampler:
     """Draws prompts for ever, each once per epoch; its whole state is one integer.
 
-    The order of an epoch is a function of (seed, epoch, number of prompts) alone, so a resumed run, on any number of ranks, goes
-    on with the prompts that the first one would have drawn.
+    The order of an epoch is a function of (seed, epoch, number of prompts) alone, so a resumed run, on any
+    number of ranks, goes on with the prompts that the first one would have drawn.
 
     Example:
         >>> sampler = PromptSampler(source, seed=0)
@@ -142,13 +162,19 @@ def _rows(config: DataConfig) -> Iterator[Mapping[str, Any]]:
     rows = _jsonl_rows(config.source, path) if is_file else _callable_rows(config.source)
     for index, row in enumerate(islice(rows, config.limit)):
         if not isinstance(row, Mapping):
-            raise UserError(f"data.source {config.source}, row {index}: is a {type(row).__name__}, not an object with columns")
+            raise UserError(
+                f"data.source {config.source}, row {index}: is a {type(row).__name__}, not an "
+                "object with columns"
+            )
         yield row
 
 
 def _jsonl_rows(source: str, path: Path) -> Iterator[Any]:
     if not path.is_file():
-        raise UserError(f"data.source {source}: no such file; allowed: a JSONL file, FILE.py:function or package.module:function")
+        raise UserError(
+            f"data.source {source}: no such file; allowed: a JSONL file, FILE.py:function or "
+            "package.module:function"
+        )
     with path.open(encoding="utf-8-sig") as lines:
         number = 0  # of the last line that could be read
         try:
@@ -156,7 +182,9 @@ def _jsonl_rows(source: str, path: Path) -> Iterator[Any]:
                 if line.strip():
                     yield json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"data.source {source}:{number}: not valid JSON: {error.msg} at column {error.colno}") from error
+            raise UserError(
+                f"data.source {source}:{number}: not valid JSON: {error.msg} at column {error.colno}"
+            ) from error
         except UnicodeDecodeError as error:
             raise UserError(f"data.source {source}, after line {number}: not UTF-8 text") from error
 
@@ -169,13 +197,18 @@ def _callable_rows(spec: str) -> Iterator[Any]:
             raise TypeError(f"returned a {type(rows).__name__}, not an iterable of rows")
         yield from rows
     except Exception as error:
-        raise UserError(f"data.source {spec}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"data.source {spec}: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _tokenise(config: DataConfig, tokenizer: Any, index: int, row: Mapping[str, Any]) -> Prompt:
     place = f"data.source {config.source}, row {index}"
     if config.prompt_field not in row:
-        raise UserError(f"{place}: no column {config.prompt_field!r} (data.prompt_field); it has {', '.join(map(str, row)) or 'none'}")
+        raise UserError(
+            f"{place}: no column {config.prompt_field!r} (data.prompt_field); it has "
+            f"{', '.join(map(str, row)) or 'none'}"
+        )
     content = row[config.prompt_field]
     if config.chat_template:
         text = _render_chat(place, tokenizer, content)
@@ -183,7 +216,9 @@ def _tokenise(config: DataConfig, tokenizer: Any, index: int, row: Mapping[str, 
         text = content
     else:
         hint = "; chat messages need data.chat_template=true" if isinstance(content, list) else ""
-        raise UserError(f"{place}: column {config.prompt_field!r} is a {type(content).__name__}, not a string{hint}")
+        raise UserError(
+            f"{place}: column {config.prompt_field!r} is a {type(content).__name__}, not a string{hint}"
+        )
     token_ids = tuple(tokenizer(text, add_special_tokens=not config.chat_template)["input_ids"])
     if not token_ids:
         raise UserError(f"{place}: the prompt has no tokens")
@@ -193,11 +228,17 @@ def _tokenise(config: DataConfig, tokenizer: Any, index: int, row: Mapping[str, 
 
 def _render_chat(place: str, tokenizer: Any, content: Any) -> str:
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if not (isinstance(messages, list) and messages and all(isinstance(each, Mapping) and "role" in each for each in messages)):
+    if not (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(each, Mapping) and "role" in each for each in messages)
+    ):
         raise UserError(f"{place}: the prompt is neither a string nor a list of messages with a role each")
     if not tokenizer.chat_template:
         raise UserError(f"data.chat_template: the tokenizer {tokenizer.name_or_path!r} has no chat template")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # jinja and transformers raise a dozen types for malformed messages
-        raise UserError(f"{place}: the chat template refuses the messages: {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"{place}: the chat template refuses the messages: {' '.join(str(error).split())}"
+        ) from error

@@ -27,17 +27,21 @@ class RecoveringPublisher(Publisher):
     def publish(self, version: int, replicas: Collection[int] | None = None) -> PublishStats:
         """Bring the engines to `version`; see Publisher.publish.
 
-        A replica that dies meanwhile is left out of what is then published again to the others; where there are none, to the first
-        replica that could be started anew. Where that is none either, nobody takes the weights, and the next rollout ends the run.
+        A replica that dies meanwhile is left out of what is then published again to the others; where there
+        are none, to the first replica that could be started anew. Where that is none either, nobody takes the
+        weights, and the next rollout ends the run.
         """
         stats = self._publish(version, replicas)
         notes, self._notes = self._notes, []
         return replace(
-            stats, metrics=stats.metrics | {"rollout/lost_replicas": len(self.recovery.states.lost)}, notes=(*stats.notes, *notes)
+            stats,
+            metrics=stats.metrics | {"rollout/lost_replicas": len(self.recovery.states.lost)},
+            notes=(*stats.notes, *notes),
         )
 
     def revive(self) -> bool:
-        """Bring a replica back that is lost, when all are: start, publish; say whether one generates now. Collective over all ranks.
+        """Bring a replica back that is lost, when all are: start, publish; say whether one generates now.
+        Collective over all ranks.
 
         Raises:
             StopRequested: the run is to stop meanwhile; raised on all ranks.
@@ -68,14 +72,19 @@ class RecoveringPublisher(Publisher):
                 continue
             for replica in self.recovery.published(chosen):
                 self._told.pop(replica, None)
-                self._notes.append(f"weight version {version}: engine replica {replica} was started anew and generates again")
+                self._notes.append(
+                    f"weight version {version}: engine replica {replica} was started anew and generates again"
+                )
             return stats
 
     def _note_lost(self, version: int) -> None:
         """Put what is newly lost, or lost for a new reason, into the log."""
         lost = self.recovery.states.lost
         news = sorted(lost.items() - self._told.items())
-        self._notes += [f"warning: weight version {version}: engine replica {replica} is lost: {why}" for replica, why in news]
+        self._notes += [
+            f"warning: weight version {version}: engine replica {replica} is lost: {why}"
+            for replica, why in news
+        ]
         self._told = dict(lost)
 
 
@@ -91,7 +100,8 @@ class _Start:
 class ReplicaRecovery:
     """This rank's part in the recovery of the replicas of engines in processes of their own.
 
-    A start takes from seconds to minutes, so it runs in a thread of the owner; the replica takes part in the first publish after it.
+    A start takes from seconds to minutes, so it runs in a thread of the owner; the replica takes part in the
+    first publish after it.
 
     Attributes:
         waiting: what all ranks are in while they wait for a start, because nothing else is left.
@@ -110,9 +120,16 @@ class ReplicaRecovery:
         Args:
             engine: this rank's view of its replica.
             owners: the rank that starts each replica.
-            is_stopping: says whether this rank was told that the run is to stop; then nobody waits for a start.
+            is_stopping: says whether this rank was told that the run is to stop; then nobody waits for a
+                start.
         """
-        self.engine, self.states, self.owners, self.rank, self._is_stopping = engine, states, owners, rank, is_stopping
+        self.engine, self.states, self.owners, self.rank, self._is_stopping = (
+            engine,
+            states,
+            owners,
+            rank,
+            is_stopping,
+        )
         self.waiting: Callable[[], AbstractContextManager] = nullcontext
         self.is_given_up = False
         self.replica = states.replica_of_rank[rank]
@@ -120,9 +137,11 @@ class ReplicaRecovery:
         self._started: list[int] = []
 
     def prepare_publish(self) -> list[int]:
-        """Return the replicas that can take weights; begin to start those anew that are lost. Collective over all ranks.
+        """Return the replicas that can take weights; begin to start those anew that are lost. Collective over
+        all ranks.
 
-        Waits for a start only where nothing else is left. An empty list: none is left and none can be started, or the run is to stop.
+        Waits for a start only where nothing else is left. An empty list: none is left and none can be
+        started, or the run is to stop.
         """
         self._find_lost()
         usable, may_wait = self._look_at_starts()
@@ -135,19 +154,35 @@ class ReplicaRecovery:
         return usable
 
     def _look_at_starts(self) -> tuple[list[int], bool]:
-        """Return the replicas that can take weights, and whether there are none yet and a start is worth waiting for. Collective."""
+        """Return the replicas that can take weights, and whether there are none yet and a start is worth
+        waiting for. Collective.
+        """
         gathered = all_gather_metadata((self._report(), self._is_stopping()))
         self.is_given_up = any(is_stopping for _, is_stopping in gathered)
-        of_replica = {replica: report for replica, owner in enumerate(self.owners) if (report := gathered[owner][0]) is not None}
+        of_replica = {
+            replica: report
+            for replica, owner in enumerate(self.owners)
+            if (report := gathered[owner][0]) is not None
+        }
         self._started = [replica for replica, report in of_replica.items() if report.state == "started"]
-        self.states.lost |= {replica: report.why for replica, report in of_replica.items() if report.state == "failed"}
-        usable = [replica for replica in range(len(self.owners)) if replica not in self.states.lost or replica in self._started]
+        self.states.lost |= {
+            replica: report.why for replica, report in of_replica.items() if report.state == "failed"
+        }
+        usable = [
+            replica
+            for replica in range(len(self.owners))
+            if replica not in self.states.lost or replica in self._started
+        ]
         if self.replica in self._started and not self._is_owner:
             self.engine.restart(of_replica[self.replica].address)  # a follower takes note of it
-        return usable, not usable and not self.is_given_up and any(report.state == "starting" for report in of_replica.values())
+        return usable, not usable and not self.is_given_up and any(
+            report.state == "starting" for report in of_replica.values()
+        )
 
     def published(self, chosen: Collection[int]) -> list[int]:
-        """Let those of `chosen` that were started anew, and have just taken the weights, generate again; return them."""
+        """Let those of `chosen` that were started anew, and have just taken the weights, generate again;
+        return them.
+        """
         found = [replica for replica in self._started if replica in chosen]
         for replica in found:
             self.states.find(replica)
@@ -156,9 +191,11 @@ class ReplicaRecovery:
         return found
 
     def drop_dead(self, chosen: Collection[int]) -> bool:
-        """After a publish to `chosen` that failed: note which of them are dead; say whether any is. Collective over all ranks.
+        """After a publish to `chosen` that failed: note which of them are dead; say whether any is.
+        Collective over all ranks.
 
-        The others may hold the old version, half of the new one or all of it: they forget it, to be given all of it again.
+        The others may hold the old version, half of the new one or all of it: they forget it, to be given all
+        of it again.
         """
         dead = self._find_lost() & set(chosen)
         if dead and self.replica in set(chosen) - dead:
@@ -166,9 +203,13 @@ class ReplicaRecovery:
         return bool(dead)
 
     def _find_lost(self) -> set[int]:
-        """Notice servers that died while nobody asked them anything; return all that are dead. Collective over all ranks."""
+        """Notice servers that died while nobody asked them anything; return all that are dead. Collective
+        over all ranks.
+        """
         health = self.engine.health()
-        told = all_gather_metadata(None if health.state in _UPDATABLE else health.detail or f"it is {health.state}")
+        told = all_gather_metadata(
+            None if health.state in _UPDATABLE else health.detail or f"it is {health.state}"
+        )
         dead = {replica for replica, owner in enumerate(self.owners) if told[owner] is not None}
         for replica in dead:
             self.states.lost.setdefault(replica, told[self.owners[replica]])
@@ -179,7 +220,9 @@ class ReplicaRecovery:
         return self.owners[self.replica] == self.rank
 
     def _report(self) -> _Start | None:
-        """Return what becomes of this rank's lost replica; None where there is nothing to say. What fails to start is tried again."""
+        """Return what becomes of this rank's lost replica; None where there is nothing to say. What fails
+        to start is tried again.
+        """
         if not self._is_owner or self.replica not in self.states.lost:
             return None
         if self._start is not None:
@@ -189,7 +232,9 @@ class ReplicaRecovery:
             if outcome is None and self.engine.health().state in _UPDATABLE:
                 return _Start("started", address=self.engine.address)
             if outcome is not None and not isinstance(outcome, UserError):
-                return _Start("failed", why=f"{self.states.lost[self.replica].removesuffix(f'; {outcome}')}; {outcome}")
+                return _Start(
+                    "failed", why=f"{self.states.lost[self.replica].removesuffix(f'; {outcome}')}; {outcome}"
+                )
         # For the first time, or again: it has died anew, or did not come up. As often as restarts are left.
         self._start = BackgroundWork(self.engine.restart, "start engine")
         return _Start("starting")

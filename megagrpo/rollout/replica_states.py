@@ -1,7 +1,9 @@
-"""Which engine replicas generate: what failed, what is tried again, what is lost. The same on all ranks, from metadata that all hold.
+"""Which engine replicas generate: what failed, what is tried again, what is lost. The same on all ranks, from
+metadata that all hold.
 
-What a replica failed on goes to others, where there are any, after a pause that doubles. One whose engine still says that it serves gets
-prompts again; one that doesn't, or that fails MAX_FAILURES times in a row, is lost: it gets none until it is found again.
+What a replica failed on goes to others, where there are any, after a pause that doubles. One whose engine
+still says that it serves gets prompts again; one that doesn't, or that fails MAX_FAILURES times in a row, is
+lost: it gets none until it is found again.
 """
 
 from collections import Counter
@@ -33,7 +35,9 @@ class ReplicaStates:
         self._lives: Counter[int] = Counter()  # times that a replica was found again
 
     def deal(self, costs: Sequence[float], is_retry: bool = False) -> list[list[int]]:
-        """Return the groups of each rank; none where its replica is lost, or has failed last if this is a retry and others haven't."""
+        """Return the groups of each rank; none where its replica is lost, or has failed last if this is a
+        retry and others haven't.
+        """
         ranks = [rank for rank, replica in enumerate(self.replica_of_rank) if replica not in self.lost]
         if is_retry:
             ranks = [rank for rank in ranks if not self._failures[self.replica_of_rank[rank]]] or ranks
@@ -61,7 +65,9 @@ class ReplicaStates:
                     self._failures[replica] = 0
                 continue
             self._failures[replica] += 1
-            if self._failures[replica] >= MAX_FAILURES or not all(failure.is_ready for failure in failed[replica]):
+            if self._failures[replica] >= MAX_FAILURES or not all(
+                failure.is_ready for failure in failed[replica]
+            ):
                 self.lost[replica] = failed[replica][0].message
             else:
                 pause = max(pause, FIRST_PAUSE_SECONDS * 2 ** (self._failures[replica] - 1))

@@ -1,4 +1,6 @@
-"""What a step's rollouts came to: metadata that every rank holds, token data that only the generating rank holds."""
+"""What a step's rollouts came to: metadata that every rank holds, token data that only the generating rank
+holds.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +35,9 @@ class StepRollouts:
     generation_seconds: float = 0.0  # of the slowest rank
     scoring_wait_seconds: float = 0.0  # of the rank that waited longest for its last score
 
-    def matrix(self, values: Mapping[SampleKey, float], fill: float = 0.0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    def matrix(
+        self, values: Mapping[SampleKey, float], fill: float = 0.0, dtype: torch.dtype = torch.float64
+    ) -> torch.Tensor:
         """Lay one number per completion out as [N, G]; missing completions get `fill`."""
         matrix = torch.full((len(self.prompts), self.completions_per_prompt), fill, dtype=dtype)
         for (group, place), value in values.items():
@@ -42,23 +46,34 @@ class StepRollouts:
 
     def field_matrix(self, name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Lay a field of the records out as [N, G]: `length`, or `reward`."""
-        read = (lambda record: record.reward.value) if name == "reward" else (lambda record: getattr(record, name))
+        read = (
+            (lambda record: record.reward.value)
+            if name == "reward"
+            else (lambda record: getattr(record, name))
+        )
         return self.matrix({key: read(record) for key, record in self.records.items()}, dtype=dtype)
 
     @property
     def cut_by_length(self) -> torch.Tensor:
         """Whether the length limit ended the completion, bool [N, G]."""
-        return self.matrix({key: record.finish_reason == "length" for key, record in self.records.items()}, dtype=torch.bool)
+        return self.matrix(
+            {key: record.finish_reason == "length" for key, record in self.records.items()}, dtype=torch.bool
+        )
 
     @property
     def valid(self) -> torch.Tensor:
         """Whether the completion exists and was not aborted, bool [N, G]."""
-        return self.matrix({key: record.finish_reason != "abort" for key, record in self.records.items()}, dtype=torch.bool)
+        return self.matrix(
+            {key: record.finish_reason != "abort" for key, record in self.records.items()}, dtype=torch.bool
+        )
 
     def reward_parts(self) -> tuple[list[str], torch.Tensor]:
         """Return the reward names and their values [N, G, R]."""
         names = list(next(iter(self.records.values())).reward.parts)
-        parts = [self.matrix({key: record.reward.parts[name] for key, record in self.records.items()}) for name in names]
+        parts = [
+            self.matrix({key: record.reward.parts[name] for key, record in self.records.items()})
+            for name in names
+        ]
         return names, torch.stack(parts, dim=2)
 
 
@@ -67,10 +82,19 @@ def select_groups(rollouts: StepRollouts, groups: Sequence[int]) -> StepRollouts
     new_group = {group: number for number, group in enumerate(groups)}
 
     def renumber(entries: Mapping[SampleKey, object]) -> dict:
-        return {(new_group[group], place): value for (group, place), value in entries.items() if group in new_group}
+        return {
+            (new_group[group], place): value
+            for (group, place), value in entries.items()
+            if group in new_group
+        }
 
     records = {key: replace(record, key=key) for key, record in sorted(renumber(rollouts.records).items())}
-    return replace(rollouts, prompts=[rollouts.prompts[group] for group in groups], records=records, local=renumber(rollouts.local))
+    return replace(
+        rollouts,
+        prompts=[rollouts.prompts[group] for group in groups],
+        records=records,
+        local=renumber(rollouts.local),
+    )
 
 
 def concatenate(parts: Sequence[StepRollouts]) -> StepRollouts:

@@ -57,7 +57,14 @@ class ShareFailure:
 def describe_share(share: ScoredCompletions, rank: int) -> ShareMetadata:
     """Return what the others get to know."""
     records = [
-        CompletionRecord(key, rank, len(c.token_ids), c.finish_reason, share.rewards[key], min(version for _, version in c.weight_versions))
+        CompletionRecord(
+            key,
+            rank,
+            len(c.token_ids),
+            c.finish_reason,
+            share.rewards[key],
+            min(version for _, version in c.weight_versions),
+        )
         for key, c in share.completions.items()
     ]
     return ShareMetadata(rank, records, share.generation_seconds, share.scoring_wait_seconds, share.failure)

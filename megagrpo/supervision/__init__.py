@@ -1,1 +1,3 @@
-"""What keeps a run from hanging or from being lost without a word: first errors, stalls, signals, restarts."""
+"""What keeps a run from hanging or from being lost without a word: first errors, stalls, signals,
+restarts.
+"""

@@ -1,7 +1,7 @@
 """A notice board of the ranks beside the collectives: it works while the main threads hang in one.
 
-It lives in the store of the launcher, which outlives every rank. Each start of the ranks has keys of its own, so that restarted ranks
-meet nothing of the ranks before them.
+It lives in the store of the launcher, which outlives every rank. Each start of the ranks has keys of its own,
+so that restarted ranks meet nothing of the ranks before them.
 """
 
 import os
@@ -16,7 +16,9 @@ STORE_TIMEOUT = timedelta(seconds=300)
 
 
 class Board:
-    """First failure, positions, process ids. All calls are quick, and safe from the watching thread: the connection is its own."""
+    """First failure, positions, process ids. All calls are quick, and safe from the watching thread: the
+    connection is its own.
+    """
 
     def __init__(self, store: dist.Store, rank: int):
         self._store, self.rank = store, rank
@@ -28,7 +30,11 @@ class Board:
 
     def first_failure(self) -> Failure | None:
         """Return the failure that was put up first, if there is one."""
-        return Failure.from_json(self._store.get("first_failure").decode()) if self._store.check(["first_failure"]) else None
+        return (
+            Failure.from_json(self._store.get("first_failure").decode())
+            if self._store.check(["first_failure"])
+            else None
+        )
 
     def announce(self, phase: str, step: int | None) -> None:
         """Say where this rank is."""
@@ -61,7 +67,9 @@ class Board:
         return self._store.check([f"left/{rank}"])
 
     def agree_on_stop(self, reason: str | None) -> str | None:
-        """Put up why this rank was asked to stop, where it was; return why the first of all ranks was, None where none was."""
+        """Put up why this rank was asked to stop, where it was; return why the first of all ranks was,
+        None where none was.
+        """
         if reason is not None:
             self._store.compare_set("stop", "", reason)
         return self._store.get("stop").decode() if self._store.check(["stop"]) else None

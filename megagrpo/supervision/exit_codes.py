@@ -1,4 +1,6 @@
-"""How a rank leaves. torchrun restarts on every code but 0, `megagrpo run` not after USER_ERROR and INTERRUPTED either. No torch here."""
+"""How a rank leaves. torchrun restarts on every code but 0, `megagrpo run` not after USER_ERROR and
+INTERRUPTED either. No torch here.
+"""
 
 DONE = 0  # finished, or saved and stopped because it was asked to
 FAILED = 1  # this rank met the first error

@@ -9,7 +9,8 @@ from pathlib import Path
 from megagrpo.errors import RelayedError, UserError
 from megagrpo.supervision import exit_codes
 
-# How torch.distributed words the loss of a peer. There is one exception type for all of its errors, so only the words tell.
+# How torch.distributed words the loss of a peer. There is one exception type for all of its errors, so only
+# the words tell.
 _ECHOES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -49,7 +50,9 @@ class Failure:
         return exit_codes.USER_ERROR if self.kind == "user" else exit_codes.PEER_FAILED
 
     def describe(self) -> str:
-        """Return the lines that the user gets to see. A user's mistake is told as it is: it is the same on all ranks."""
+        """Return the lines that the user gets to see. A user's mistake is told as it is: it is the same on
+        all ranks.
+        """
         if self.kind == "user":
             return self.message
         lines = [f"rank {self.rank} failed in {self.place}: {self.message}"]
@@ -80,7 +83,9 @@ def build_failure(error: BaseException, rank: int, phase: str, step: int | None)
 
 
 def is_echo(error: BaseException) -> bool:
-    """Say whether an exception is but the sound of another rank's failure: relayed, or a collective or the store that lost its peer."""
+    """Say whether an exception is but the sound of another rank's failure: relayed, or a collective or the
+    store that lost its peer.
+    """
     if isinstance(error, RelayedError):
         return error.__cause__ is None
     text = str(error)
@@ -88,7 +93,9 @@ def is_echo(error: BaseException) -> bool:
 
 
 def append_failure(folder: Path, failure: Failure) -> Path:
-    """Append to `folder/rank_0001.txt` (made where missing) and return the path: restarts add to what is there."""
+    """Append to `folder/rank_0001.txt` (made where missing) and return the path: restarts add to what is
+    there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{failure.rank:04d}.txt"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))

@@ -1,7 +1,8 @@
 """Starts the ranks of this machine with torchrun's own agent, and says in plain lines how they ended.
 
-torchrun as a command would answer a SIGTERM with a traceback of its own and exit code 1 though every rank has saved and left with 0, would
-die of a SIGUSR1, and would kill ranks that are still saving. Here the signals go to the ranks, which decide.
+torchrun as a command would answer a SIGTERM with a traceback of its own and exit code 1 though every rank has
+saved and left with 0, would die of a SIGUSR1, and would kill ranks that are still saving. Here the signals go
+to the ranks, which decide.
 """
 
 import logging
@@ -27,7 +28,9 @@ FINAL = (exit_codes.USER_ERROR, exit_codes.INTERRUPTED)  # no restart after thes
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, which does not restart ranks that the user has ended, or whose mistake they would only meet again."""
+    """torchrun's agent, which does not restart ranks that the user has ended, or whose mistake they would
+    only meet again.
+    """
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -36,13 +39,19 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-def run_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0, module: str = "megagrpo.train") -> int:
-    """Run `python -m module` with `arguments` on `num_ranks` processes; return the exit code. Main thread only.
+def run_ranks(
+    arguments: Sequence[str], num_ranks: int, max_restarts: int = 0, module: str = "megagrpo.train"
+) -> int:
+    """Run `python -m module` with `arguments` on `num_ranks` processes; return the exit code. Main thread
+    only.
 
-    They meet on the loopback at a port that the system picks while the store opens it, so nothing can take it between.
+    They meet on the loopback at a port that the system picks while the store opens it, so nothing can take it
+    between.
     """
     rendezvous = get_rendezvous_handler(
-        RendezvousParameters("c10d", "127.0.0.1:0", uuid.uuid4().hex, min_nodes=1, max_nodes=1, local_addr="127.0.0.1")
+        RendezvousParameters(
+            "c10d", "127.0.0.1:0", uuid.uuid4().hex, min_nodes=1, max_nodes=1, local_addr="127.0.0.1"
+        )
     )
     spec = WorkerSpec(
         role="default",
@@ -53,7 +62,8 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int = 0, m
         max_restarts=max_restarts,
         local_addr="127.0.0.1",
     )
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT,SIGHUP"  # the agent's own; those of FORWARDED are ours
+    # the agent's own; those of FORWARDED are ours
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT,SIGHUP"
     _quiet_agent()
     try:
         with _signals_go_to_ranks():
@@ -87,7 +97,8 @@ def _signals_go_to_ranks() -> Iterator[None]:
 
 
 def explain(failures: list[tuple[int, ProcessFailure]]) -> int:
-    """Name the ranks that a signal ended, which they can't do themselves, and return the exit code of the rank that failed first.
+    """Name the ranks that a signal ended, which they can't do themselves, and return the exit code of the
+    rank that failed first.
 
     The agent ends what is left after the first failure, by SIGTERM and then by SIGKILL: those are no causes.
     """
@@ -95,7 +106,11 @@ def explain(failures: list[tuple[int, ProcessFailure]]) -> int:
     for rank, failure in causes:
         if failure.exitcode < 0:
             hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
-            print(f"rank {rank} (pid {failure.pid}) was ended by {failure.signal_name()}{hint}", file=sys.stderr, flush=True)
+            print(
+                f"rank {rank} (pid {failure.pid}) was ended by {failure.signal_name()}{hint}",
+                file=sys.stderr,
+                flush=True,
+            )
     codes = [failure.exitcode for _, failure in causes] or [exit_codes.PEER_FAILED]
     code = max(codes)  # a rank that had the time to say why before those that a signal ended
     return code if code > 0 else 128 - code

@@ -16,19 +16,29 @@ class Siblings:
     """The other ranks that this host's launcher started: they can be looked at without their help."""
 
     def __init__(self, board: Board):
-        local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        local_rank, count = (
+            int(os.environ.get("LOCAL_RANK", "0")),
+            int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
         first = board.rank - local_rank
         self._board = board
         self._unknown = set(range(first, first + count)) - {board.rank}
-        self._processes: dict[int, psutil.Process | None] = {}  # None: it was gone before it could be looked at
+        # None: it was gone before it could be looked at
+        self._processes: dict[int, psutil.Process | None] = {}
 
     def dead(self) -> list[int]:
         """Return the ranks whose process is gone though they did not leave in good order."""
         self._look_up()
-        return [rank for rank, process in self._processes.items() if not _is_alive(process) and not self._board.has_left(rank)]
+        return [
+            rank
+            for rank, process in self._processes.items()
+            if not _is_alive(process) and not self._board.has_left(rank)
+        ]
 
     def kill(self, rank: int) -> bool:
-        """Kill a sibling that does not answer (frozen, say), so that the launcher need not wait for it; say whether that was done."""
+        """Kill a sibling that does not answer (frozen, say), so that the launcher need not wait for it;
+        say whether that was done.
+        """
         self._look_up()
         process = self._processes.get(rank)
         if process is None or not _is_alive(process):
@@ -76,7 +86,9 @@ def dump_stacks(folder: Path, rank: int) -> Path:
 
 
 def leave_now(code: int) -> NoReturn:
-    """End this process and everything that it has started, without waiting for any thread: the main one may hang in a collective."""
+    """End this process and everything that it has started, without waiting for any thread: the main one
+    may hang in a collective.
+    """
     for child in psutil.Process().children(recursive=True):
         try:
             child.kill()

@@ -4,14 +4,15 @@ import os
 import select
 import signal
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # the launcher's or Slurm's, Slurm's --signal, Ctrl-C
+# the launcher's or Slurm's, Slurm's --signal, Ctrl-C
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class SignalPipe:
     """Receives STOP_SIGNALS of this process and hands them to whoever waits.
 
-    A Python handler runs only when the main thread is back in Python, which a hanging collective never is. The C half of a handler writes
-    the signal's number to a descriptor right away: that is what `wait` reads.
+    A Python handler runs only when the main thread is back in Python, which a hanging collective never is.
+    The C half of a handler writes the signal's number to a descriptor right away: that is what `wait` reads.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,9 @@
-"""Finds updates and steps that leave the run's own track: loss and gradient-norm spikes, rewards that collapse.
+"""Finds updates and steps that leave the run's own track: loss and gradient-norm spikes, rewards that
+collapse.
 
-Every value is compared with the running median of those before it, which one bad value does not move. All ranks hold the same values, so
-they find the same. A value that is not finite is no spike: such an update is skipped anyway.
+Every value is compared with the running median of those before it, which one bad value does not move. All
+ranks hold the same values, so they find the same. A value that is not finite is no spike: such an update is
+skipped anyway.
 """
 
 import math
@@ -9,8 +11,8 @@ import statistics
 
 from megagrpo.config.schema import SpikesConfig
 
-# Losses are sums of advantages of size 1 with weights that add up to 1: below this, many times the median means nothing, since on-policy
-# losses with centred advantages are rounding noise.
+# Losses are sums of advantages of size 1 with weights that add up to 1: below this, many times the median
+# means nothing, since on-policy losses with centred advantages are rounding noise.
 LOSS_FLOOR = 1.0
 
 
@@ -49,7 +51,10 @@ class SpikeGuard:
         median = self._take_median("reward", mean)
         if median is None or median <= 0 or mean >= fraction * median:
             return None
-        return f"mean reward {mean:.3g} is under {fraction:g} x the running median {median:.3g} (spikes.reward_fraction)"
+        return (
+            f"mean reward {mean:.3g} is under {fraction:g} x the running median {median:.3g} "
+            "(spikes.reward_fraction)"
+        )
 
     def _find_above(self, name: str, value: float, factor: float | None, floor: float) -> str | None:
         if factor is None or not math.isfinite(value):
@@ -61,7 +66,9 @@ class SpikeGuard:
         return f"{name} {value:.3g} is over {factor:g} x the running median {median:.3g} (spikes.{field})"
 
     def _take_median(self, name: str, value: float) -> float | None:
-        """Return the median of the values before this one, None while there are too few, and take this one in: a new level is learned."""
+        """Return the median of the values before this one, None while there are too few, and take this one
+        in: a new level is learned.
+        """
         recent = self._recent.setdefault(name, [])
         median = statistics.median(recent) if len(recent) >= math.ceil(self._config.window / 2) else None
         recent.append(value)

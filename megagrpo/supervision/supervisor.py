@@ -1,4 +1,6 @@
-"""Watches one rank from a thread of its own: peers that failed, phases that stall, signals. It ends the process where the rank can't."""
+"""Watches one rank from a thread of its own: peers that failed, phases that stall, signals. It ends the
+process where the rank can't.
+"""
 
 import faulthandler
 import os
@@ -24,7 +26,8 @@ POLL_SECONDS = 0.5
 LEAVE_SECONDS = 5.0  # what a rank has to unwind by itself after a peer has failed
 STACK_SECONDS = 5.0  # what all ranks have to write their stacks
 CAUSE_SECONDS = 10.0  # what a rank whose collective broke waits for the peer that knows why
-BACKSTOP_SECONDS = 60.0  # over the budget: a main thread that holds the interpreter's lock is ended by faulthandler's own timer
+# over the budget: a main thread that holds the interpreter's lock is ended by faulthandler's own timer
+BACKSTOP_SECONDS = 60.0
 
 
 class Supervisor:
@@ -36,11 +39,15 @@ class Supervisor:
     def __init__(self, run_dir: Path, watchdog: WatchdogConfig, rank: int = 0, world_size: int = 1):
         self.run_dir, self.rank, self.world_size = run_dir, rank, world_size
         self.step: int | None = None  # that runs now
-        self.stop_reason: str | None = None  # asked to save and leave, this rank or another: the signal's name, or why
-        self.while_stopping: Callable[[], None] = lambda: None  # called again and again from then on, by the watching thread
+        # asked to save and leave, this rank or another: the signal's name, or why
+        self.stop_reason: str | None = None
+        # called again and again from then on, by the watching thread
+        self.while_stopping: Callable[[], None] = lambda: None
         self.budgets = PhaseBudgets(watchdog)
-        self._phases: list[tuple[str, float]] = [(BETWEEN, time.monotonic())]  # innermost last, each with its start
-        self._raised: tuple[BaseException, str] | None = None  # the newest exception that left a phase, and that phase
+        # innermost last, each with its start
+        self._phases: list[tuple[str, float]] = [(BETWEEN, time.monotonic())]
+        # the newest exception that left a phase, and that phase
+        self._raised: tuple[BaseException, str] | None = None
         self._board: Board | None = None  # None: not started, or lost with the launcher
         self._is_started = False
         self._done = threading.Event()
@@ -81,7 +88,9 @@ class Supervisor:
         if not self._is_started:
             return
         name, _ = self._phases[-1]
-        faulthandler.dump_traceback_later(self.budgets.seconds(name) + BACKSTOP_SECONDS, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(
+            self.budgets.seconds(name) + BACKSTOP_SECONDS, exit=True, file=sys.__stderr__
+        )
         board = self._board
         try:
             if board is not None:
@@ -114,7 +123,9 @@ class Supervisor:
         self._board, self._is_started = None, False
 
     def fail(self, error: BaseException) -> int:
-        """Tell of an exception that ends this rank, once for all ranks, and return the exit code; the first call counts."""
+        """Tell of an exception that ends this rank, once for all ranks, and return the exit code; the
+        first call counts.
+        """
         if self._exit_code is not None:
             return self._exit_code
         phase = self._raised[1] if self._raised and self._raised[0] is error else self._phases[-1][0]
@@ -183,7 +194,9 @@ class Supervisor:
 
     def _tell_interrupt(self) -> None:
         phase, step = self._phases[-1][0], self.step
-        failure = Failure(self.rank, phase, step, "interrupted twice: left at once, without saving", kind="user")
+        failure = Failure(
+            self.rank, phase, step, "interrupted twice: left at once, without saving", kind="user"
+        )
         if self._board is not None and self._board.claim(failure):
             tell(self.run_dir, failure)
 
@@ -210,7 +223,10 @@ class Supervisor:
     def _look_for_the_dead(self, board: Board) -> None:
         for rank in self._siblings.dead():
             phase, step = board.position(rank)
-            message = "its process is gone without a word: killed from outside, out of memory, or a crash in native code"
+            message = (
+                "its process is gone without a word: killed from outside, out of memory, or a crash "
+                "in native code"
+            )
             failure = Failure(rank, phase, step, message, kind="died")
             if board.claim(failure):
                 keep(self.run_dir, failure)
@@ -227,7 +243,9 @@ class Supervisor:
             self._leave_stalled(board, failure)
 
     def _leave_stalled(self, board: Board, failure: Failure) -> None:
-        """Write this rank's stacks and leave; the rank that put the stall up waits for the others' stacks and tells."""
+        """Write this rank's stacks and leave; the rank that put the stall up waits for the others' stacks
+        and tells.
+        """
         dump_stacks(self.run_dir / "stacks", self.rank)
         board.confirm_stacks()
         others = set(range(self.world_size)) - {self.rank}
@@ -238,7 +256,8 @@ class Supervisor:
             silent = sorted(rank for rank in others if not board.has_stacks(rank))
             self._tell_stall(failure, silent)
             leave_now(exit_codes.STALLED)
-        time.sleep(STACK_SECONDS)  # the launcher ends everyone at the first exit, and that is for the rank that tells
+        # the launcher ends everyone at the first exit, and that is for the rank that tells
+        time.sleep(STACK_SECONDS)
         leave_now(exit_codes.PEER_FAILED)
 
     def _tell_stall(self, failure: Failure, silent: list[int]) -> None:

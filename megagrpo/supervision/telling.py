@@ -1,4 +1,6 @@
-"""Where a failure is told: once on the screen, by each rank in the run folder, and in a line to the launcher."""
+"""Where a failure is told: once on the screen, by each rank in the run folder, and in a line to the
+launcher.
+"""
 
 import json
 import os
@@ -15,7 +17,11 @@ def keep(run_dir: Path, failure: Failure) -> None:
     try:
         append_failure(run_dir / "errors", failure)
     except OSError as error:  # the storage may be the cause: what is told must not be lost with it
-        print(f"rank {failure.rank}: {run_dir / 'errors'}: {error}; {failure.describe()}", file=sys.stderr, flush=True)
+        print(
+            f"rank {failure.rank}: {run_dir / 'errors'}: {error}; {failure.describe()}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def tell(run_dir: Path, failure: Failure) -> None:
@@ -42,4 +48,6 @@ def note_for_launcher(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
+        Path(path).write_text(
+            json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8"
+        )

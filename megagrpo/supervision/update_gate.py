@@ -1,4 +1,6 @@
-"""Decides, on all ranks alike, whether an update is applied: engine and actor agree, the numbers are finite, nothing spikes."""
+"""Decides, on all ranks alike, whether an update is applied: engine and actor agree, the numbers are
+finite, nothing spikes.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -31,8 +33,11 @@ class UpdateGate:
         """
         return mean is None or self._decide(self.spikes.find_in_rewards(mean))
 
-    def before_apply(self, metrics: Mapping[str, float], gap: LogprobGap | None, rollouts: StepRollouts) -> None:
-        """Look at an update's metrics before its gradient is; the first one of a step must come from an engine that agrees.
+    def before_apply(
+        self, metrics: Mapping[str, float], gap: LogprobGap | None, rollouts: StepRollouts
+    ) -> None:
+        """Look at an update's metrics before its gradient is; the first one of a step must come from an
+        engine that agrees.
 
         Raises:
             UserError: rollout.max_logprob_gap is exceeded.
@@ -60,7 +65,8 @@ class UpdateGate:
             in_a_row = 0 if update.is_finite else in_a_row + 1
             if in_a_row >= self.config.run.max_nonfinite_steps:
                 raise UserError(
-                    f"step {self._step}: {in_a_row} updates in a row had a loss or gradient that is not finite "
+                    f"step {self._step}: {in_a_row} updates in a row had a loss or gradient that is not "
+                    "finite "
                     "(run.max_nonfinite_steps); the weights are those before them"
                 )
         return in_a_row
@@ -68,7 +74,11 @@ class UpdateGate:
     def metrics(self) -> dict[str, float]:
         """Return the step's count of spikes, where any kind is judged."""
         spikes = self.config.spikes
-        is_judging = (spikes.loss_factor, spikes.grad_norm_factor, spikes.reward_fraction) != (None, None, None)
+        is_judging = (spikes.loss_factor, spikes.grad_norm_factor, spikes.reward_fraction) != (
+            None,
+            None,
+            None,
+        )
         return {"update/spikes": self._count} if is_judging else {}
 
     def _decide(self, found: str | None) -> bool:
@@ -78,5 +88,7 @@ class UpdateGate:
         action = self.config.spikes.action
         if action == "roll_back":
             raise RollBack(f"step {self._step}: {found}")
-        self._note(f"warning: step {self._step}: {found}" + ("; the update is skipped" if action == "skip" else ""))
+        self._note(
+            f"warning: step {self._step}: {found}" + ("; the update is skipped" if action == "skip" else "")
+        )
         return action == "warn"

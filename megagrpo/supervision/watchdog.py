@@ -5,13 +5,17 @@ from collections import defaultdict, deque
 
 from megagrpo.config.schema import WatchdogConfig
 
-RECENT = 16  # durations of a phase that its median is taken over: enough to shrug off one slow step, few enough to follow a trend
+# durations of a phase that its median is taken over: enough to shrug off one slow step, few enough to follow
+# a trend
+RECENT = 16
 
 
 class PhaseBudgets:
-    """The budget of each phase: `factor` times the median of its recent durations, within [floor_seconds, limit_seconds].
+    """The budget of each phase: `factor` times the median of its recent durations, within [floor_seconds,
+    limit_seconds].
 
-    A phase that has not been through once has all of `limit_seconds`: its first run may compile, load and warm up.
+    A phase that has not been through once has all of `limit_seconds`: its first run may compile, load and
+    warm up.
     """
 
     def __init__(self, config: WatchdogConfig):

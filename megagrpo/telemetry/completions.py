@@ -10,11 +10,14 @@ from typing import Any
 from megagrpo.types import Completion, Prompt, Reward
 
 
-def write_completions(run_dir: Path, step: int, samples: Sequence[tuple[Prompt, Completion, Reward]], count: int) -> Path:
-    """Write `count` of `samples`, evenly spaced over them (so over the step's groups), and return the file's path.
+def write_completions(
+    run_dir: Path, step: int, samples: Sequence[tuple[Prompt, Completion, Reward]], count: int
+) -> Path:
+    """Write `count` of `samples`, evenly spaced over them (so over the step's groups), and return the file's
+    path.
 
-    Each line holds prompt_id, index, prompt, completion, reward, parts, outcome, finish_reason and tokens. A file of the same step (from
-    before a resume) is replaced.
+    Each line holds prompt_id, index, prompt, completion, reward, parts, outcome, finish_reason and tokens. A
+    file of the same step (from before a resume) is replaced.
     """
     folder = run_dir / "completions"
     folder.mkdir(parents=True, exist_ok=True)

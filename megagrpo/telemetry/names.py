@@ -1,10 +1,13 @@
-"""Names of the metrics that more than one part of the package reads: the trainer records them, progress, summary and report show them."""
+"""Names of the metrics that more than one part of the package reads: the trainer records them, progress,
+summary and report show them.
+"""
 
 REWARD = "reward/mean"
 LOSS = "loss/total"
 GRAD_NORM = "optimizer/grad_norm"
 LOGPROB_GAP = (
-    "rollout/max_logprob_gap"  # largest |engine - actor| log-prob before a step's first update, of what the actor's own weights sampled
+    # largest |engine - actor| log-prob before a step's first update, of what the actor's own weights sampled
+    "rollout/max_logprob_gap"
 )
 GENERATED_TOKENS = "rollout/generated_tokens"  # over all ranks
 SKIPPED_UPDATES = "update/skipped_nonfinite"  # updates of the step that all ranks skipped

@@ -1,13 +1,17 @@
-"""A file that only grows, and that waits where the storage fails: a full disk costs no row, and never the run."""
+"""A file that only grows, and that waits where the storage fails: a full disk costs no row, and never the
+run.
+"""
 
 import os
 from pathlib import Path
 
 
 class PatientFile:
-    """Appends whole records. What cannot be written waits in memory, and goes to the file with the next flush that can.
+    """Appends whole records. What cannot be written waits in memory, and goes to the file with the next flush
+    that can.
 
-    Nothing is held open between two flushes, so that a file system that went away and came back is no obstacle.
+    Nothing is held open between two flushes, so that a file system that went away and came back is no
+    obstacle.
     """
 
     def __init__(self, path: Path):
@@ -43,7 +47,9 @@ class PatientFile:
 
 
 def append(path: Path, size: int, data: bytes) -> None:
-    """Write `data` behind the first `size` bytes of the file, made where missing; what a failed attempt has left there goes away."""
+    """Write `data` behind the first `size` bytes of the file, made where missing; what a failed attempt
+    has left there goes away.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         if os.fstat(descriptor).st_size > size:

@@ -66,11 +66,13 @@ class Progress:
 
     def _write(self, text: str) -> None:
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
-        self._log.flush()  # where that fails the line waits; it has been printed, and the storage is reported by the writers
+        # where that fails the line waits; it has been printed, and the storage is reported by the writers
+        self._log.flush()
 
 
 def format_step(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """Return the line of a step, e.g. `step  3/100  reward 0.412  loss -1.2e-03  grad 1.203  gap 1.2e-06  1234 tok/s  0.45 s`.
+    """Return the line of a step, e.g. `step  3/100  reward 0.412  loss -1.2e-03  grad 1.203  gap 1.2e-06
+    1234 tok/s  0.45 s`.
 
     What the metrics do not hold is left out, so that a step without evaluation has no `eval` in its line.
     """
@@ -81,7 +83,11 @@ def _parts(metrics: Mapping[str, float]) -> list[str]:
     parts = []
     if names.REWARD in metrics:
         parts.append(f"reward {metrics[names.REWARD]:.3f}")
-    parts += [f"eval {held_out} {value:.3f}" for name, value in metrics.items() if (held_out := names.evaluation_set(name))]
+    parts += [
+        f"eval {held_out} {value:.3f}"
+        for name, value in metrics.items()
+        if (held_out := names.evaluation_set(name))
+    ]
     if names.LOSS in metrics:
         parts.append(f"loss {metrics[names.LOSS]:.1e}")
     if names.GRAD_NORM in metrics:

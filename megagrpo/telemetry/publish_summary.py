@@ -18,7 +18,11 @@ class PublishSummary:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Take a row into account."""
-        found = {name.removeprefix(names.PUBLISH): value for name, value in row.items() if name.startswith(names.PUBLISH)}
+        found = {
+            name.removeprefix(names.PUBLISH): value
+            for name, value in row.items()
+            if name.startswith(names.PUBLISH)
+        }
         if not found:
             return
         self._publishes += 1
@@ -30,16 +34,19 @@ class PublishSummary:
     def result(self) -> dict[str, Any]:
         """Return the summary.
 
-        publishes, seconds {stage: median of a publish; "all": the whole of it}, bytes {kind: total; "peak": the largest}, and where rows
-        have them kept_ratio (the largest: 1 where engines received what they keep and nothing else), written_share (median: below 1 where
-        changes were sent alone), probe_gap (the largest).
+        publishes, seconds {stage: median of a publish; "all": the whole of it}, bytes {kind: total; "peak":
+        the largest}, and where rows have them kept_ratio (the largest: 1 where engines received what they
+        keep and nothing else), written_share (median: below 1 where changes were sent alone), probe_gap (the
+        largest).
         """
         result: dict[str, Any] = {"publishes": self._publishes, "seconds": {}, "bytes": {}}
         for name, values in sorted(self._values.items()):
             if name.endswith(_SECONDS):
                 result["seconds"][name.removesuffix(_SECONDS)] = median(values)
             elif name.endswith(_BYTES):
-                result["bytes"][name.removesuffix(_BYTES)] = int(max(values) if name == "peak" + _BYTES else sum(values))
+                result["bytes"][name.removesuffix(_BYTES)] = int(
+                    max(values) if name == "peak" + _BYTES else sum(values)
+                )
             elif name in ("kept_ratio", "probe_gap"):
                 result[name] = max(values)
             elif name == "written_share":

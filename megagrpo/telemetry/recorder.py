@@ -18,7 +18,9 @@ class Recorder:
     """Progress line, metric writers, completion samples and the final summary of a run folder."""
 
     def __init__(self, run_dir: Path, num_steps: int, config: TelemetryConfig, last_step: int | None):
-        """`last_step`: the step that the run resumed after; rows of later steps are dropped. None for a new run."""
+        """`last_step`: the step that the run resumed after; rows of later steps are dropped. None for a
+        new run.
+        """
         self._run_dir, self._config = run_dir, config
         self._progress = Progress(run_dir, num_steps)
         self._open(last_step)
@@ -44,21 +46,30 @@ class Recorder:
 
     def roll_back(self, step: int, cause: str, prompts: Sequence[Prompt]) -> None:
         """Add a line to `roll_backs.jsonl`: the step that was given up, why, and its prompts."""
-        line = {"step": step, "cause": cause, "prompts": [{"id": prompt.id, "text": prompt.text} for prompt in prompts]}
+        line = {
+            "step": step,
+            "cause": cause,
+            "prompts": [{"id": prompt.id, "text": prompt.text} for prompt in prompts],
+        }
         file = PatientFile(self._run_dir / "roll_backs.jsonl")
         file.write(f"{json.dumps(line, ensure_ascii=False)}\n".encode())
         if not file.flush():
             self.note(f"warning: {file.path}: {file.error}: {line}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step's metrics everywhere. Storage that fails is reported and tried again with the next step; the run goes on."""
+        """Record one step's metrics everywhere. Storage that fails is reported and tried again with the
+        next step; the run goes on.
+        """
         for name, writer in self._writers.items():
             self._patiently(name, partial(writer.write, step, metrics))
         self._progress.step(step, metrics)
 
     def completions(self, step: int, samples: Sequence[tuple[Prompt, Completion, Reward]]) -> None:
         """Keep a few of the step's completions."""
-        self._patiently("completions", lambda: write_completions(self._run_dir, step, samples, self._config.completions_count))
+        self._patiently(
+            "completions",
+            lambda: write_completions(self._run_dir, step, samples, self._config.completions_count),
+        )
 
     def _patiently(self, what: str, write: Callable[[], object]) -> None:
         try:
@@ -77,6 +88,8 @@ class Recorder:
         for name, writer in self._writers.items():
             self._patiently(name, writer.close)
         rows = read_rows(self._run_dir / "metrics.jsonl")
-        path = save_summary(self._run_dir, build_summary(rows, wall_seconds=wall_seconds, peak_rss_bytes=peak_rss_bytes))
+        path = save_summary(
+            self._run_dir, build_summary(rows, wall_seconds=wall_seconds, peak_rss_bytes=peak_rss_bytes)
+        )
         self.note(f"done: results in {self._run_dir}, summary in {path}")
         self._progress.close()

@@ -9,7 +9,8 @@ from megagrpo.errors import UserError
 from megagrpo.telemetry import names
 from megagrpo.telemetry.writers import read_rows
 
-Series = dict[str, tuple[list[int], list[float | None]]]  # name -> (steps, values); None is a gap in the curve
+# name -> (steps, values); None is a gap in the curve
+Series = dict[str, tuple[list[int], list[float | None]]]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -38,11 +39,21 @@ def select_panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
     panels: dict[str, Series] = {
         "Reward": {name: curve for name, curve in curves.items() if name.startswith("reward/")},
         "Evaluation": {name: curve for name, curve in curves.items() if names.evaluation_set(name)},
-        "Log-prob gap, engine against actor": {name: curve for name, curve in curves.items() if name == names.LOGPROB_GAP},
+        "Log-prob gap, engine against actor": {
+            name: curve for name, curve in curves.items() if name == names.LOGPROB_GAP
+        },
         "Loss": {name: curve for name, curve in curves.items() if name.startswith("loss/")},
         "Optimizer": {name: curve for name, curve in curves.items() if name.startswith("optimizer/")},
-        "Seconds": {name: curve for name, curve in curves.items() if name.startswith("time/") and not name.endswith("_cpu_seconds")},
-        "CPU seconds": {name: curve for name, curve in curves.items() if name.startswith("time/") and name.endswith("_cpu_seconds")},
+        "Seconds": {
+            name: curve
+            for name, curve in curves.items()
+            if name.startswith("time/") and not name.endswith("_cpu_seconds")
+        },
+        "CPU seconds": {
+            name: curve
+            for name, curve in curves.items()
+            if name.startswith("time/") and name.endswith("_cpu_seconds")
+        },
     }
     shown = {name for series in panels.values() for name in series}
     panels["Further metrics"] = {name: curve for name, curve in curves.items() if name not in shown}
@@ -66,10 +77,23 @@ def _draw(panels: Mapping[str, Series], title: str) -> str:
         from plotly.subplots import make_subplots
     except ImportError as error:
         raise UserError("megagrpo report needs plotly: pip install plotly") from error
-    figure = make_subplots(rows=len(panels), cols=1, shared_xaxes=True, subplot_titles=list(panels), vertical_spacing=0.3 / len(panels))
+    figure = make_subplots(
+        rows=len(panels),
+        cols=1,
+        shared_xaxes=True,
+        subplot_titles=list(panels),
+        vertical_spacing=0.3 / len(panels),
+    )
     for position, (panel, series) in enumerate(panels.items(), start=1):
         for name, (steps, values) in series.items():
-            curve = graph.Scatter(x=steps, y=values, name=name, mode="lines+markers", legendgroup=panel, legendgrouptitle_text=panel)
+            curve = graph.Scatter(
+                x=steps,
+                y=values,
+                name=name,
+                mode="lines+markers",
+                legendgroup=panel,
+                legendgrouptitle_text=panel,
+            )
             figure.add_trace(curve, row=position, col=1)
     figure.update_xaxes(title_text="step", row=len(panels), col=1)
     figure.update_layout(title=title, height=320 * len(panels), template="plotly_white", hovermode="x")

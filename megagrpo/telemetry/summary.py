@@ -1,4 +1,6 @@
-"""`summary.json`: what a run came to, computed from its metric rows, so that a resumed run is summed up whole."""
+"""`summary.json`: what a run came to, computed from its metric rows, so that a resumed run is summed up
+whole.
+"""
 
 import json
 import os
@@ -26,21 +28,26 @@ _REPORTED_PACKAGES = (
 
 
 def build_summary(
-    rows: Iterable[Mapping[str, Any]], *, wall_seconds: float, peak_rss_bytes: Sequence[int], versions: Mapping[str, str] | None = None
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    wall_seconds: float,
+    peak_rss_bytes: Sequence[int],
+    versions: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the summary of a run.
 
     Args:
-        rows: the rows of `metrics.jsonl`, a `step` in each; a row without `time/step_seconds` (an evaluation before the first step)
-            is no training step.
+        rows: the rows of `metrics.jsonl`, a `step` in each; a row without `time/step_seconds` (an evaluation
+            before the first step) is no training step.
         wall_seconds: of the whole run so far, start-up included.
         peak_rss_bytes: largest resident memory of each rank, in rank order.
         versions: of the packages; None looks them up.
 
     Returns:
-        steps, wall_seconds, step_seconds (mean), cpu_seconds_per_step (mean, over all ranks), peak_rss_bytes, eval {set: {first, last,
-        best}} in the order of steps, max_logprob_gap, generated_tokens, publish (`PublishSummary.result`), versions. A number that no row
-        carries is None; so is a max_logprob_gap where the gap of any step was not finite (null in its row).
+        steps, wall_seconds, step_seconds (mean), cpu_seconds_per_step (mean, over all ranks), peak_rss_bytes,
+        eval {set: {first, last, best}} in the order of steps, max_logprob_gap, generated_tokens, publish
+        (`PublishSummary.result`), versions. A number that no row carries is None; so is a max_logprob_gap
+        where the gap of any step was not finite (null in its row).
     """
     steps = 0
     totals = {names.STEP_SECONDS: 0.0, names.STEP_CPU_SECONDS: 0.0, names.GENERATED_TOKENS: 0.0}
@@ -67,7 +74,10 @@ def build_summary(
         "step_seconds": totals[names.STEP_SECONDS] / steps if steps else None,
         "cpu_seconds_per_step": totals[names.STEP_CPU_SECONDS] / steps if steps else None,
         "peak_rss_bytes": list(peak_rss_bytes),
-        "eval": {name: {"first": values[0], "last": values[-1], "best": max(values)} for name, values in evaluations.items()},
+        "eval": {
+            name: {"first": values[0], "last": values[-1], "best": max(values)}
+            for name, values in evaluations.items()
+        },
         "max_logprob_gap": max(gaps) if gaps and gap_is_finite else None,
         "generated_tokens": int(totals[names.GENERATED_TOKENS]),
         "publish": publishes.result(),
@@ -85,7 +95,9 @@ def save_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def package_versions() -> dict[str, str]:
-    """Return Python's version and those of the installed packages that decide a run's numbers. Imports none of them."""
+    """Return Python's version and those of the installed packages that decide a run's numbers. Imports
+    none of them.
+    """
     versions = {"python": platform.python_version(), "platform": sys.platform}
     for package in _REPORTED_PACKAGES:
         try:

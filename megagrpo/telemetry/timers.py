@@ -8,8 +8,8 @@ from contextlib import contextmanager
 class PhaseTimers:
     """Accumulates the seconds of named phases until they are taken.
 
-    CPU seconds are those of all threads of this process; child processes (reward workers, engines of their own) are not in them.
-    A phase may run inside another; each counts its own whole span.
+    CPU seconds are those of all threads of this process; child processes (reward workers, engines of their
+    own) are not in them. A phase may run inside another; each counts its own whole span.
 
     Example:
         >>> timers = PhaseTimers()
@@ -27,10 +27,11 @@ class PhaseTimers:
     ):
         """
         Args:
-            synchronize: called at both ends of a phase, e.g. `torch.cuda.synchronize`; without it work that a device has only queued
-                is counted in the phase that waits for it.
+            synchronize: called at both ends of a phase, e.g. `torch.cuda.synchronize`; without it work that a
+                device has only queued is counted in the phase that waits for it.
             on_enter: told each phase's name as it starts, e.g. for a live display.
-            on_leave: told each phase's name and wall-clock seconds as it ends, while the exception that ends it is handled.
+            on_leave: told each phase's name and wall-clock seconds as it ends, while the exception that ends
+                it is handled.
         """
         self._synchronize = synchronize
         self.on_enter, self.on_leave = list(on_enter), list(on_leave)

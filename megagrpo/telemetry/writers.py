@@ -14,17 +14,21 @@ from megagrpo.telemetry.patient_file import PatientFile
 
 
 class Writer(Protocol):
-    """The contract. A writer is constructed with (run_dir, last_step), and raises an OSError where it can't write now.
+    """The contract. A writer is constructed with (run_dir, last_step), and raises an OSError where it can't
+    write now.
 
-    run_dir: the run's folder; it exists. last_step: the step that the run resumed after, None for a new run: rows of later steps
-    (all rows, for a new run) that are still in the folder must not be seen again, so that no step is recorded twice.
+    run_dir: the run's folder; it exists. last_step: the step that the run resumed after, None for a new run:
+        rows of later steps
+    (all rows, for a new run) that are still in the folder must not be seen again, so that no step is recorded
+    twice.
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step; what is written must survive a crash of the process right after.
 
         Raises:
-            OSError: it could not be written now; it is with the next call that can, as far as the writer is able to keep it.
+            OSError: it could not be written now; it is with the next call that can, as far as the writer is
+                able to keep it.
         """
 
     def close(self) -> None:
@@ -42,7 +46,9 @@ WRITERS: Registry[WriterFactory] = Registry("writer")
 
 @WRITERS.register("jsonl")
 class JsonlWriter:
-    """`metrics.jsonl`: one JSON object per step, `step` first. A number that is not finite is null: JSON knows no NaN."""
+    """`metrics.jsonl`: one JSON object per step, `step` first. A number that is not finite is null: JSON
+    knows no NaN.
+    """
 
     def __init__(self, run_dir: Path, last_step: int | None = None):
         self.path = run_dir / "metrics.jsonl"
@@ -62,9 +68,11 @@ class JsonlWriter:
 
 @WRITERS.register("tensorboard")
 class TensorboardWriter:
-    """`tensorboard/`: one scalar per metric. Steps after the resumed one are purged from what TensorBoard shows.
+    """`tensorboard/`: one scalar per metric. Steps after the resumed one are purged from what TensorBoard
+    shows.
 
-    Events are written here and now: the thread that torch's SummaryWriter writes in dies of the first error of the storage, and the next
+    Events are written here and now: the thread that torch's SummaryWriter writes in dies of the first error
+        of the storage, and the next
     flush then waits for it for ever.
     """
 
@@ -74,7 +82,9 @@ class TensorboardWriter:
 
         folder = run_dir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = PatientFile(folder / f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}")
+        self._file = PatientFile(
+            folder / f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
+        )
         self._events, self._event = RecordWriter(self._file), Event
         first_step = 0 if last_step is None else last_step + 1
         self._add(Event(step=first_step, file_version="brain.Event:2"))
@@ -104,7 +114,9 @@ def _flush(file: PatientFile) -> None:
 
 
 def open_writers(names: list[str], run_dir: Path, last_step: int | None) -> list[Writer]:
-    """Return the writers called `names`, opened on `run_dir` (made where missing); see `Writer` for `last_step`."""
+    """Return the writers called `names`, opened on `run_dir` (made where missing); see `Writer` for
+    `last_step`.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     return [WRITERS.get(name)(run_dir, last_step) for name in names]
 
@@ -116,14 +128,18 @@ def truncate_rows(path: Path, last_step: int | None) -> None:
     """
     if not path.exists():
         return
-    kept = [] if last_step is None else [json.dumps(row) for row in read_rows(path) if row["step"] <= last_step]
+    kept = (
+        [] if last_step is None else [json.dumps(row) for row in read_rows(path) if row["step"] <= last_step]
+    )
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(temporary, path)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics file, in order. A line that is no JSON object with a step (cut off by a crash) is passed over."""
+    """Yield the rows of a metrics file, in order. A line that is no JSON object with a step (cut off by a
+    crash) is passed over.
+    """
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             try:

@@ -25,19 +25,32 @@ def check_acks(manifest: BucketManifest, acks: list[Ack], engine_ranks: int, pla
         for entry in entries:
             found = ack["tensors"].get(entry.name)
             if found != entry.checksum:
-                raise PublishError(f"{where}: engine rank {rank}: {entry.name}: checksum {found}, sent was {entry.checksum}")
+                raise PublishError(
+                    f"{where}: engine rank {rank}: {entry.name}: checksum {found}, sent was {entry.checksum}"
+                )
         expected = sum(entry.nbytes for entry in entries)
         if ack["bytes"] != expected:
-            raise PublishError(f"{where}: engine rank {rank} acknowledged {ack['bytes']} bytes, sent were {expected}")
+            raise PublishError(
+                f"{where}: engine rank {rank} acknowledged {ack['bytes']} bytes, sent were {expected}"
+            )
 
 
 def describe_difference(expected: dict[tuple[int, str], str], kept: list[dict[str, str]] | str) -> str | None:
-    """Return the first difference between planned parameters, by (engine rank, name), and an engine's own; None where there is none."""
+    """Return the first difference between planned parameters, by (engine rank, name), and an engine's own;
+    None where there is none.
+    """
     if isinstance(kept, str):
         return kept
-    found = {(rank, name): checksum for rank, parameters in enumerate(kept) for name, checksum in parameters.items()}
+    found = {
+        (rank, name): checksum
+        for rank, parameters in enumerate(kept)
+        for name, checksum in parameters.items()
+    }
     for rank, name in sorted(expected.keys() | found.keys()):
         planned, own = expected.get((rank, name)), found.get((rank, name))
         if planned != own:
-            return f"engine rank {rank}: {name}: planned {planned or 'nothing'}, the loader made {own or 'nothing'}"
+            return (
+                f"engine rank {rank}: {name}: planned {planned or 'nothing'}, the loader made "
+                f"{own or 'nothing'}"
+            )
     return None

@@ -1,6 +1,7 @@
 """Blockwise float8 of a box of a tensor, given nothing but the box: blocks are those of the whole tensor.
 
-Row bands of a block's height are worked on one by one: what is needed beside the result is one band in float32.
+Row bands of a block's height are worked on one by one: what is needed beside the result is one band in
+float32.
 """
 
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ def compute_scales(amax: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_slice(tensor: torch.Tensor, box: Box, scales: torch.Tensor) -> torch.Tensor:
-    """Return a slice as float8_e4m3fn [rows, columns]; see `accumulate_amax`. Values that are not finite become NaN."""
+    """Return a slice as float8_e4m3fn [rows, columns]; see `accumulate_amax`. Values that are not finite
+    become NaN.
+    """
     quantized = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn, device=tensor.device)
     columns = _column_blocks(box, tensor.device)
     for block, rows in _bands(box):

@@ -4,8 +4,8 @@ from math import prod
 
 Box = tuple[tuple[int, int], ...]
 
-# A box is cut along its first dimension of at least this many rows: fine enough to share it out evenly, and the parts stay contiguous
-# more often than along a later dimension.
+# A box is cut along its first dimension of at least this many rows: fine enough to share it out evenly, and
+# the parts stay contiguous more often than along a later dimension.
 CUT_ROWS = 64
 
 
@@ -37,7 +37,9 @@ def numel(box: Box) -> int:
 
 def shift(box: Box, by: tuple[int, ...], sign: int = 1) -> Box:
     """Return the box moved by `by` (back by it with sign -1)."""
-    return tuple((start + sign * step, stop + sign * step) for (start, stop), step in zip(box, by, strict=True))
+    return tuple(
+        (start + sign * step, stop + sign * step) for (start, stop), step in zip(box, by, strict=True)
+    )
 
 
 def origin(box: Box) -> tuple[int, ...]:
@@ -60,14 +62,18 @@ def cut_dimension(box: Box) -> int:
 
 
 def cut(box: Box, start: int, stop: int, denominator: int) -> Box | None:
-    """Return the part of a box between the fractions start / denominator and stop / denominator of its rows; None if it is empty.
+    """Return the part of a box between the fractions start / denominator and stop / denominator of its rows;
+    None if it is empty.
 
     Adjacent fractions give adjacent parts: the parts of a partition of [0, 1] are a partition of the box.
     """
     dimension = cut_dimension(box)
     first, last = box[dimension]
     rows = last - first
-    begin, end = (first + (2 * rows * part + denominator) // (2 * denominator) for part in (max(start, 0), min(stop, denominator)))
+    begin, end = (
+        first + (2 * rows * part + denominator) // (2 * denominator)
+        for part in (max(start, 0), min(stop, denominator))
+    )
     if begin >= end:
         return None
     return (*box[:dimension], (begin, end), *box[dimension + 1 :])

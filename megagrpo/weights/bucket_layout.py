@@ -24,7 +24,9 @@ class PlacedTensor:
     def padding_rows(self) -> int:
         """Rows at the end that nobody sends: the engine's vocabulary padding, zeros."""
         filled = sum(prod(sizes(part.box)) for part in self.target.parts)
-        return (self.target.numel - filled) // prod(self.target.shape[1:]) if filled < self.target.numel else 0
+        return (
+            (self.target.numel - filled) // prod(self.target.shape[1:]) if filled < self.target.numel else 0
+        )
 
 
 class BucketLayout:

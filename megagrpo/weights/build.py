@@ -38,14 +38,17 @@ from megagrpo.weights.transports.local import LocalPublisher
 from megagrpo.weights.transports.shared_memory import SharedMemoryTransport
 
 TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport for transport in (SharedMemoryTransport, GroupTransport, DiskTransport, IpcTransport)
+    transport.name: transport
+    for transport in (SharedMemoryTransport, GroupTransport, DiskTransport, IpcTransport)
 }
 
-# Right weights give gaps of some 2e-5 in float32 and up to 0.2 rounded to bfloat16 and below; wrong ones were seen to give 0.5 to 7.
+# Right weights give gaps of some 2e-5 in float32 and up to 0.2 rounded to bfloat16 and below; wrong ones were
+# seen to give 0.5 to 7.
 PROBE_MAX_GAP = {"fp32": 1e-3}
 PROBE_MAX_GAP_ROUNDED = 0.5
 
-GROUP_WAITS_IN_A_REQUEST = 4  # a first engine rank's for the trainer, the others' for it (twice as long), and some time to load
+# a first engine rank's for the trainer, the others' for it (twice as long), and some time to load
+GROUP_WAITS_IN_A_REQUEST = 4
 
 
 def is_own_address(host: str) -> bool:
@@ -62,21 +65,28 @@ def is_own_address(host: str) -> bool:
 def choose_transport(wanted: str, offered: Sequence[str], engine_host: str) -> str:
     """Return the transport of a run. Collective over all ranks.
 
-    `auto`: shared memory where all ranks and engines are on one machine, else a process group with the engines' ranks.
+    `auto`: shared memory where all ranks and engines are on one machine, else a process group with the
+        engines' ranks.
 
     Args:
         engine_host: of this rank's engine.
 
     Raises:
-        UserError: `shared_memory` over several machines, `ipc` without CUDA, or a transport that the engine does not read.
+        UserError: `shared_memory` over several machines, `ipc` without CUDA, or a transport that the engine
+            does not read.
     """
     places = all_gather_metadata((socket.gethostname(), engine_host, is_own_address(engine_host)))
     hosts = {host for host, *_ in places} | {engine for _, engine, is_here in places if not is_here}
     name = wanted if wanted != "auto" else "shared_memory" if len(hosts) == 1 else "group"
     if name == "shared_memory" and len(hosts) > 1:
-        raise UserError(f"weights.transport: shared_memory: ranks and engines are on {len(hosts)} hosts; take group or disk")
+        raise UserError(
+            f"weights.transport: shared_memory: ranks and engines are on {len(hosts)} hosts; "
+            "take group or disk"
+        )
     if name == "ipc" and not has_cuda():
-        raise UserError("weights.transport: ipc: opens GPU memory in the engine's process; there is no CUDA device here")
+        raise UserError(
+            "weights.transport: ipc: opens GPU memory in the engine's process; there is no CUDA device here"
+        )
     if name not in offered:
         raise UserError(f"weights.transport: {name}: the engine reads {', '.join(offered)}")
     return name
@@ -109,12 +119,16 @@ def build_transport(
     kind = TRANSPORTS[name]
     sources = build_sources(model.rules.rules, hf, groups.layout, model.dims.padded_vocab_size)
     sources = list(quantize_sources(sources)) if quantize else sources
-    plan = PublishPlan(sources, groups.layout, grid, hf.head_dim, dtype.itemsize, SLOTS * bucket_bytes // kind.buckets_alive)
+    plan = PublishPlan(
+        sources, groups.layout, grid, hf.head_dim, dtype.itemsize, SLOTS * bucket_bytes // kind.buckets_alive
+    )
     token, digest = secrets.token_hex(4), plan.hash
     gathered = all_gather_metadata((token, digest))
     assert len({digest for _, digest in gathered}) == 1, f"ranks planned differently: {gathered}"
     reader = (QuantizingReader if quantize else SliceReader)(model, plan, groups.rank)
-    context = TransportContext(plan, reader, groups.rank, groups.world_size, tuple(owners), dtype, timeout_seconds, gathered[0][0])
+    context = TransportContext(
+        plan, reader, groups.rank, groups.world_size, tuple(owners), dtype, timeout_seconds, gathered[0][0]
+    )
     if kind is DiskTransport:
         assert folder is not None
         transport: Transport = DiskTransport(context, folder)
@@ -137,18 +151,37 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
     name = choose_transport(weights.transport, engine.transports, urlsplit(engine.address).hostname or "")
-    grid, quantize = EngineGrid(num_replicas, config.engine.tensor_parallel), config.engine.quantization != "none"
+    grid, quantize = (
+        EngineGrid(num_replicas, config.engine.tensor_parallel),
+        config.engine.quantization != "none",
+    )
 
     def transport(grid: EngineGrid) -> Transport:
         folder = Path(weights.folder or Path(config.run.dir) / "weights")
         timeout = float(config.run.collective_timeout_seconds)
-        if name == "group":  # an engine must answer that nothing came before its own silence is taken for its end
+        # an engine must answer that nothing came before its own silence is taken for its end
+        if name == "group":
             timeout = min(timeout, config.engine.request_timeout_seconds / GROUP_WAITS_IN_A_REQUEST)
-        return build_transport(name, model, grid, owners, engine.dtype, weights.bucket_bytes, timeout, folder, weights.delta, quantize)
+        return build_transport(
+            name,
+            model,
+            grid,
+            owners,
+            engine.dtype,
+            weights.bucket_bytes,
+            timeout,
+            folder,
+            weights.delta,
+            quantize,
+        )
 
     probe = None
     if weights.probe_tokens:
         max_gap = weights.probe_max_gap or PROBE_MAX_GAP.get(config.precision.recipe, PROBE_MAX_GAP_ROUNDED)
         probe = LogprobProbe(actor, builder, engine, replica, engine.is_owner, weights.probe_tokens, max_gap)
-    sharded = transport(replace(grid, layout="sharded")) if weights.layout != "full" and not quantize else None
-    return RemotePublisher(exporter, engine, replica, transport(grid), probe, sharded, weights.layout == "sharded")
+    sharded = (
+        transport(replace(grid, layout="sharded")) if weights.layout != "full" and not quantize else None
+    )
+    return RemotePublisher(
+        exporter, engine, replica, transport(grid), probe, sharded, weights.layout == "sharded"
+    )

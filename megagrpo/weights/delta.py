@@ -1,7 +1,8 @@
 """What changed of this rank's slices since they were last published: bitwise, block by block.
 
-The slices as they were published last are kept, in the dtype of the publish: one copy of what the rank sends. A block is `BLOCK_ELEMENTS`
-neighbours of the engine's parameter (fewer at the end of a row that is cut); it is sent whole if one bit of it differs.
+The slices as they were published last are kept, in the dtype of the publish: one copy of what the rank sends.
+A block is `BLOCK_ELEMENTS` neighbours of the engine's parameter (fewer at the end of a row that is cut); it
+is sent whole if one bit of it differs.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from megagrpo.weights.plan import Transfer
 if TYPE_CHECKING:
     from megagrpo.weights.transports.base import TransportContext
 
-BLOCK_ELEMENTS = 64  # a bit in the manifest stands for 64 elements: at most 1 / 1024 of bfloat16 weights' bytes
+# a bit in the manifest stands for 64 elements: at most 1 / 1024 of bfloat16 weights' bytes
+BLOCK_ELEMENTS = 64
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # compares bits: -0.0 is not 0.0
 
 
@@ -47,7 +49,9 @@ class DeltaTracker:
         key = transfer.source, transfer.box
         if key not in self._pending:
             dtype = self.context.dtype_of(self.context.plan.sources[transfer.source])
-            self._pending[key] = [tensor.to(dtype, copy=True).contiguous() for _, tensor in self.reader.read(transfer)]
+            self._pending[key] = [
+                tensor.to(dtype, copy=True).contiguous() for _, tensor in self.reader.read(transfer)
+            ]
 
     def commit(self, version: int) -> None:
         """All that was noted is published."""
@@ -64,22 +68,31 @@ class DeltaTracker:
         key = transfer.source, transfer.box
         bits = _BITS[self._pending[key][0].dtype.itemsize]
         return any(
-            bool((new.view(bits) != old.view(bits)).any()) for new, old in zip(self._pending[key], self._published[key], strict=True)
+            bool((new.view(bits) != old.view(bits)).any())
+            for new, old in zip(self._pending[key], self._published[key], strict=True)
         )
 
     def changes(self, transfer: Transfer, grid: tuple[int, ...]) -> list[Change]:
-        """Return what differs of a transfer's slices from those of `version`; `grid`: of the target. Notes them too."""
+        """Return what differs of a transfer's slices from those of `version`; `grid`: of the target. Notes
+        them too.
+        """
         self.note(transfer)
         key = transfer.source, transfer.box
         found = []
-        for (place, _), new, old in zip(self.reader.read(transfer), self._pending[key], self._published[key], strict=True):
+        for (place, _), new, old in zip(
+            self.reader.read(transfer), self._pending[key], self._published[key], strict=True
+        ):
             for patch, blocks in compare(place, grid, new, old):
                 found.append(Change(transfer.replica, transfer.destination, transfer.target, patch, blocks))
         return found
 
 
-def compare(place: Box, grid: tuple[int, ...], new: torch.Tensor, old: torch.Tensor) -> list[tuple[Patch, torch.Tensor]]:
-    """Return the patches that make `old` into `new`, contiguous tensors that lie at a place of a grid, with the blocks that changed."""
+def compare(
+    place: Box, grid: tuple[int, ...], new: torch.Tensor, old: torch.Tensor
+) -> list[tuple[Patch, torch.Tensor]]:
+    """Return the patches that make `old` into `new`, contiguous tensors that lie at a place of a grid,
+    with the blocks that changed.
+    """
     start, stride, rows, inner = strided_rows(place, grid)
     new, old = new.view(rows, inner), old.view(rows, inner)
     whole = inner // BLOCK_ELEMENTS
@@ -99,7 +112,9 @@ def compare(place: Box, grid: tuple[int, ...], new: torch.Tensor, old: torch.Ten
 
 
 def strided_rows(place: Box, grid: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Return a box as rows in the flat tensor: (first element, elements from row to row, rows, elements of a row)."""
+    """Return a box as rows in the flat tensor: (first element, elements from row to row, rows, elements of
+    a row).
+    """
     lengths = sizes(place)
     strides = [prod(grid[dimension + 1 :]) for dimension in range(len(grid))]
     start = sum(begin * stride for (begin, _), stride in zip(place, strides, strict=True))

@@ -1,12 +1,14 @@
 """Streams the actor's weights as full HF tensors, bucket by bucket, to every rank.
 
-plan (once)     which stage owns which HF tensors, in which buckets: all-gathered metadata, the same on all ranks
-gather          the owner's tensor parallel ranks all-gather their slices of one bucket in one collective; experts are gathered over the
+plan (once)     which stage owns which HF tensors, in which buckets: all-gathered metadata, the same on all
+ranks gather          the owner's tensor parallel ranks all-gather their slices of one bucket in one
+collective; experts are gathered over the
                 expert parallel ranks in the same way, the k-th expert of each rank together
 broadcast       the full bucket goes down the pipeline group in one collective
 
-A rank that holds all of a tensor that no other stage needs hands out its own weights: no bucket is made. Each data parallel replica does
-this for itself, so no bytes cross replicas. Two buckets at most are alive on a rank.
+A rank that holds all of a tensor that no other stage needs hands out its own weights: no bucket is made. Each
+data parallel replica does this for itself, so no bytes cross replicas. Two buckets at most are alive on a
+rank.
 """
 
 import re
@@ -85,7 +87,9 @@ class WeightExporter:
             rows = self.model.dims.vocab_size if rule.kind == "vocab" else None
             for names, own in zip(self._names_of_all_owners(name), rule.hf_names(layer), strict=True):
                 entry = ExportEntry(names, tuple(slices[own].shape), rule.split_dimension, rows)
-                local[rule.is_expert].append((entry, entry.numel * parameter.element_size() * self._gather_size(rule.is_expert)))
+                local[rule.is_expert].append(
+                    (entry, entry.numel * parameter.element_size() * self._gather_size(rule.is_expert))
+                )
             slices.forget()
         stages: list = [None] * self.model.groups.pp.size()
         dist.all_gather_object(stages, local, group=self.model.groups.pp)
@@ -123,7 +127,8 @@ class WeightExporter:
         return self.model.groups.experts.size() if is_expert else self.model.tp
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (HF name, full tensor) of every parameter. Collective over the tp, ep, etp and pp groups: consume it whole on all ranks.
+        """Yield (HF name, full tensor) of every parameter. Collective over the tp, ep, etp and pp groups:
+        consume it whole on all ranks.
 
         A yielded tensor is valid until the next one is taken: copy what must last.
         """
@@ -136,7 +141,9 @@ class WeightExporter:
             slices.forget()
 
     def _tensors_of(self, bucket: ExportBucket, slices: HFSlices) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of one bucket: this rank's own weights where it holds them whole, else parts of the gathered bucket."""
+        """Yield the tensors of one bucket: this rank's own weights where it holds them whole, else parts
+        of the gathered bucket.
+        """
         groups = self.model.groups
         group = groups.experts if bucket.is_expert else groups.tp
         if group.size() == groups.pp.size() == 1:
@@ -148,7 +155,9 @@ class WeightExporter:
         parameter = next(self.model.chunks[0].parameters())
         flat = torch.empty(group.size(), bucket.numel, dtype=parameter.dtype, device=parameter.device)
         if groups.pp_rank == bucket.stage:
-            torch.cat([slices[entry.names[owner]].reshape(-1) for entry in bucket.entries], out=flat[group.rank()])
+            torch.cat(
+                [slices[entry.names[owner]].reshape(-1) for entry in bucket.entries], out=flat[group.rank()]
+            )
             if group.size() > 1:
                 dist.all_gather_into_tensor(flat.view(-1), flat[group.rank()].clone(), group=group)
                 self.stats.gathered_bytes += (group.size() - 1) * bucket.numel * flat.element_size()

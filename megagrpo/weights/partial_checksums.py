@@ -1,12 +1,16 @@
 """CRC-32 of a tensor from parts that no rank holds together. Pure.
 
-CRC-32 is affine over GF(2): for byte strings of one length crc(a ^ b) = crc(a) ^ crc(b) ^ crc(zeros). So a part has a share, which its
-holder makes alone: the linear part of the checksum of a tensor that is zero outside of it. The shares of parts that do not overlap, and
+CRC-32 is affine over GF(2): for byte strings of one length crc(a ^ b) = crc(a) ^ crc(b) ^ crc(zeros). So a
+part has a share, which its
+holder makes alone: the linear part of the checksum of a tensor that is zero outside of it. The shares of
+    parts that do not overlap, and
 the checksum of as many zeros, combine by XOR to the checksum of the whole, wherever the parts lie.
 
-    share = Z(bytes behind) * (run_0 Z(stride)^(R-1) ^ ... ^ run_(R-1)),  Z(n): what n zero bytes do to the register, a 32 x 32 bit matrix
+    share = Z(bytes behind) * (run_0 Z(stride)^(R-1) ^ ... ^ run_(R-1)),  Z(n): what n zero bytes do to the
+    register, a 32 x 32 bit matrix
 
-(the idea of zlib's crc32_combine, for strided runs). A run costs one call of zlib, and joining R runs log2(R) steps over arrays.
+(the idea of zlib's crc32_combine, for strided runs). A run costs one call of zlib, and joining R runs log2(R)
+steps over arrays.
 """
 
 import zlib
@@ -33,18 +37,31 @@ def compute_share(part: torch.Tensor, place: Box, shape: tuple[int, ...]) -> int
     if not prod(lengths):
         return 0
     run_dim = next((dim for dim in range(len(shape) - 1, 0, -1) if lengths[dim] != shape[dim]), 0)
-    rows = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().reshape(prod(lengths[:run_dim]), -1)
-    runs = np.array([zlib.crc32(row, _ALL_ONES) ^ _ALL_ONES for row in rows], dtype=np.uint32).reshape(lengths[:run_dim])
+    rows = (
+        part.detach()
+        .cpu()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+        .reshape(prod(lengths[:run_dim]), -1)
+    )
+    runs = np.array([zlib.crc32(row, _ALL_ONES) ^ _ALL_ONES for row in rows], dtype=np.uint32).reshape(
+        lengths[:run_dim]
+    )
     for dim in range(run_dim - 1, -1, -1):
         runs = _join(runs, strides[dim])
     end = (
-        sum((stop - 1) * stride for (_, stop), stride in zip(place[:run_dim], strides, strict=False)) + place[run_dim][1] * strides[run_dim]
+        sum((stop - 1) * stride for (_, stop), stride in zip(place[:run_dim], strides, strict=False))
+        + place[run_dim][1] * strides[run_dim]
     )
     return int(_advance(runs, prod(shape) * part.itemsize - end))
 
 
 def combine_shares(shares: Iterable[int], nbytes: int) -> str:
-    """Return the checksum, as `checksum_of` writes it, of a tensor of `nbytes` bytes from the shares of its parts that are not zeros."""
+    """Return the checksum, as `checksum_of` writes it, of a tensor of `nbytes` bytes from the shares of
+    its parts that are not zeros.
+    """
     checksum = int(_advance(np.uint32(_ALL_ONES), nbytes)) ^ _ALL_ONES
     for share in shares:
         checksum ^= share
@@ -56,7 +73,9 @@ def _byte_strides(shape: tuple[int, ...], itemsize: int) -> list[int]:
 
 
 def _join(runs: np.ndarray, stride: int) -> np.ndarray:
-    """Join registers along the last axis; the end of each run lies `stride` bytes behind that of the one before."""
+    """Join registers along the last axis; the end of each run lies `stride` bytes behind that of the one
+    before.
+    """
     while runs.shape[-1] > 1:
         if runs.shape[-1] % 2:  # a register of zero before the first changes nothing
             runs = np.concatenate([np.zeros_like(runs[..., :1]), runs], axis=-1)
@@ -76,7 +95,9 @@ def _advance(registers: np.ndarray | np.uint32, zero_bytes: int) -> np.ndarray:
 
 @lru_cache(maxsize=4096)  # 4 KB each: strides and ends come again with every layer
 def _tables(zero_bytes: int) -> np.ndarray:
-    """Return what `zero_bytes` zero bytes make of every value of each byte of the register: uint32 [4, 256]."""
+    """Return what `zero_bytes` zero bytes make of every value of each byte of the register: uint32 [4,
+    256].
+    """
     columns = _columns(zero_bytes)
     tables = np.zeros((_TABLES, 256), dtype=np.uint32)
     values = np.arange(256)
@@ -100,7 +121,9 @@ def _doubled_columns(doublings: int) -> np.ndarray:
     if doublings:
         half = _doubled_columns(doublings - 1)
         return _multiply(half, half)
-    return np.array([zlib.crc32(b"\0", (1 << bit) ^ _ALL_ONES) ^ _ALL_ONES for bit in range(32)], dtype=np.uint32)
+    return np.array(
+        [zlib.crc32(b"\0", (1 << bit) ^ _ALL_ONES) ^ _ALL_ONES for bit in range(32)], dtype=np.uint32
+    )
 
 
 def _multiply(columns: np.ndarray, registers: np.ndarray) -> np.ndarray:

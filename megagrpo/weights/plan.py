@@ -1,12 +1,17 @@
-"""Who sends which slice to whom: the plan of a publish. Pure and the same on every rank; each asks for its own view only.
+"""Who sends which slice to whom: the plan of a publish. Pure and the same on every rank; each asks for its
+own view only.
 
-Buckets     the engine's parameters in the model's order, cut where the fullest engine rank would exceed `bucket_bytes`; a unit (parameters
+Buckets     the engine's parameters in the model's order, cut where the fullest engine rank would exceed
+`bucket_bytes`; a unit (parameters
             that an engine fuses) is never cut, so one that is larger is a bucket of its own.
 Pieces      a box that some trainer ranks hold, cut with a box that some engine rank keeps.
-Senders     the n holders of a slice share a bucket's work evenly: all its pieces, for replica 0, 1, ..., are laid on a line, and holder
-            h sends the h-th of n equal parts. Where n divides the replicas that is whole replicas, else pieces are cut between rows.
+Senders     the n holders of a slice share a bucket's work evenly: all its pieces, for replica 0, 1, ..., are
+laid on a line, and holder
+            h sends the h-th of n equal parts. Where n divides the replicas that is whole replicas, else
+            pieces are cut between rows.
 
-Every element that an engine rank keeps is sent to it exactly once, by one rank that holds it, and nothing else is.
+Every element that an engine rank keeps is sent to it exactly once, by one rank that holds it, and nothing
+else is.
 """
 
 import hashlib
@@ -20,7 +25,8 @@ from megagrpo.weights.boxes import Box, cut, intersect, numel, origin, shift
 from megagrpo.weights.sources import Holders, SourceTensor, box_held, holders_of, holders_with
 from megagrpo.weights.targets import EngineGrid, TargetTensor, build_targets
 
-ITEMSIZES = {"float8_e4m3fn": 1, "float32": 4}  # bytes of an element, of tensors that have a dtype of their own
+# bytes of an element, of tensors that have a dtype of their own
+ITEMSIZES = {"float8_e4m3fn": 1, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -74,13 +80,20 @@ class PublishPlan:
     """
 
     def __init__(
-        self, sources: Sequence[SourceTensor], trainer: ParallelLayout, grid: EngineGrid, head_dim: int, itemsize: int, bucket_bytes: int
+        self,
+        sources: Sequence[SourceTensor],
+        trainer: ParallelLayout,
+        grid: EngineGrid,
+        head_dim: int,
+        itemsize: int,
+        bucket_bytes: int,
     ):
         self.sources = {source.name: source for source in sources}
         self.trainer, self.grid, self.itemsize, self.bucket_bytes = trainer, grid, itemsize, bucket_bytes
         self.targets: list[list[TargetTensor]] = build_targets(sources, grid, head_dim)
         self.buckets = self._cut_buckets()
-        self._users: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # source -> (destination, target, part)
+        # source -> (destination, target, part)
+        self._users: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         for destination, targets in enumerate(self.targets):
             for position, target in enumerate(targets):
                 for number, part in enumerate(target.parts):
@@ -89,14 +102,23 @@ class PublishPlan:
     @cached_property
     def hash(self) -> str:
         """A digest of everything that the plan follows from: equal on two sides that will act alike."""
-        inputs = (tuple(self.sources.values()), self.trainer, self.grid, self.itemsize, self.bucket_bytes, self.targets)
+        inputs = (
+            tuple(self.sources.values()),
+            self.trainer,
+            self.grid,
+            self.itemsize,
+            self.bucket_bytes,
+            self.targets,
+        )
         return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
     def _cut_buckets(self) -> tuple[Bucket, ...]:
         buckets: list[Bucket] = []
         first, fill = 0, [0] * len(self.targets)
         for begin, end in _units(self.targets[0]):
-            added = [sum(self.target_bytes(target) for target in targets[begin:end]) for targets in self.targets]
+            added = [
+                sum(self.target_bytes(target) for target in targets[begin:end]) for targets in self.targets
+            ]
             if begin > first and max(a + b for a, b in zip(fill, added, strict=True)) > self.bucket_bytes:
                 buckets.append(Bucket(len(buckets), first, begin, max(fill)))
                 first, fill = begin, [0] * len(self.targets)
@@ -116,7 +138,11 @@ class PublishPlan:
 
     def sources_of(self, bucket: Bucket) -> list[SourceTensor]:
         """Return the sources that a bucket is made of, each once, in order."""
-        names = {part.source: None for target in self.targets[0][bucket.first : bucket.last] for part in target.parts}
+        names = {
+            part.source: None
+            for target in self.targets[0][bucket.first : bucket.last]
+            for part in target.parts
+        }
         for targets in self.targets[1:]:
             for target in targets[bucket.first : bucket.last]:
                 names.update(dict.fromkeys(part.source for part in target.parts))
@@ -135,7 +161,9 @@ class PublishPlan:
         ]
 
     def receives(self, bucket: Bucket, replica: int, destination: int) -> list[Transfer]:
-        """Return what an engine rank gets of a bucket, sender by sender; in the same order as each sender's `sends`."""
+        """Return what an engine rank gets of a bucket, sender by sender; in the same order as each
+        sender's `sends`.
+        """
         lines: dict[Holders, list[SourceTensor]] = defaultdict(list)
         for source in self.sources_of(bucket):
             for holders, _ in holders_of(source, self.trainer):
@@ -166,21 +194,41 @@ class PublishPlan:
                     pieces.append(_Piece(destination, position, source.name, box, move, numel(box)))
         return pieces
 
-    def _share(self, holders: Holders, index: int, pieces: list[_Piece], only: int | None = None) -> Iterator[Transfer]:
-        """Yield the holder's part of the line: elements index / count to (index + 1) / count of all replicas' pieces."""
+    def _share(
+        self, holders: Holders, index: int, pieces: list[_Piece], only: int | None = None
+    ) -> Iterator[Transfer]:
+        """Yield the holder's part of the line: elements index / count to (index + 1) / count of all
+        replicas' pieces.
+        """
         per_replica = sum(piece.elements for piece in pieces)
         total, count = per_replica * self.grid.replicas, holders.count
         start, stop = index * total, (index + 1) * total  # in 1 / count elements
-        replicas = range(start // (per_replica * count), -(-stop // (per_replica * count))) if per_replica else range(0)
+        replicas = (
+            range(start // (per_replica * count), -(-stop // (per_replica * count)))
+            if per_replica
+            else range(0)
+        )
         for replica in replicas if only is None else [only]:
             position = replica * per_replica * count
             for piece in pieces:
                 length = piece.elements * count
-                box = cut(piece.box, start - position, stop - position, length) if position < stop and position + length > start else None
+                box = (
+                    cut(piece.box, start - position, stop - position, length)
+                    if position < stop and position + length > start
+                    else None
+                )
                 position += length
                 if box:
                     place = shift(box, piece.shift)
-                    yield Transfer(holders.rank(index), replica, piece.destination, piece.target, piece.source, box, place)
+                    yield Transfer(
+                        holders.rank(index),
+                        replica,
+                        piece.destination,
+                        piece.target,
+                        piece.source,
+                        box,
+                        place,
+                    )
 
 
 def _units(targets: Sequence[TargetTensor]) -> Iterator[tuple[int, int]]:

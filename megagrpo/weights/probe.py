@@ -1,8 +1,9 @@
-"""Compares engine and trainer on a fixed prompt before a published version serves: wrong weights that no checksum sees change log-probs.
+"""Compares engine and trainer on a fixed prompt before a published version serves: wrong weights that no
+checksum sees change log-probs.
 
-(An engine may compute with a packed or converted copy of what was acknowledged, and forget to make it anew.) Each replica samples a
-completion of the same prompt, the actor scores all of them teacher-forced, and the log-probs must agree. Until they do an engine answers
-nothing else.
+(An engine may compute with a packed or converted copy of what was acknowledged, and forget to make it anew.)
+Each replica samples a completion of the same prompt, the actor scores all of them teacher-forced, and the
+log-probs must agree. Until they do an engine answers nothing else.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,12 +18,16 @@ from megagrpo.policy.microbatches import SampleSize, plan_microbatches
 from megagrpo.types import Completion, Prompt, SamplingParams
 from megagrpo.weights.publisher import PublishError, agree
 
-_STRIDE = 7919  # a prime: the ids spread over the vocabulary, so that most rows of the embedding's shards are touched over time
+# a prime: the ids spread over the vocabulary, so that most rows of the embedding's shards are touched over
+# time
+_STRIDE = 7919
 
 
 def probe_prompt(vocab_size: int) -> Prompt:
     """Return a fixed prompt of token ids spread over the vocabulary."""
-    return Prompt(id=0, text="", token_ids=tuple(_STRIDE * (i + 1) % vocab_size for i in range(PROBE_PROMPT_TOKENS)))
+    return Prompt(
+        id=0, text="", token_ids=tuple(_STRIDE * (i + 1) % vocab_size for i in range(PROBE_PROMPT_TOKENS))
+    )
 
 
 class ProbedEngine(Protocol):
@@ -46,9 +51,22 @@ class LogprobProbe:
     """
 
     def __init__(
-        self, actor: Actor, builder: MicroBatchBuilder, engine: ProbedEngine, replica: int, is_owner: bool, num_tokens: int, max_gap: float
+        self,
+        actor: Actor,
+        builder: MicroBatchBuilder,
+        engine: ProbedEngine,
+        replica: int,
+        is_owner: bool,
+        num_tokens: int,
+        max_gap: float,
     ):
-        self.actor, self.builder, self.engine, self.replica, self.is_owner = actor, builder, engine, replica, is_owner
+        self.actor, self.builder, self.engine, self.replica, self.is_owner = (
+            actor,
+            builder,
+            engine,
+            replica,
+            is_owner,
+        )
         self.num_tokens, self.max_gap = num_tokens, max_gap
         self.prompt = probe_prompt(actor.model.hf.vocab_size)
 
@@ -59,23 +77,39 @@ class LogprobProbe:
             The largest gap, as a metric.
 
         Raises:
-            PublishError: on all ranks alike, naming replica, token, position and version of the largest gap where it is too large.
+            PublishError: on all ranks alike, naming replica, token, position and version of the largest gap
+                where it is too large.
         """
         what = f"weight version {version}: probe"
-        asked = agree(lambda: self._sample(version) if self.is_owner and self.replica in replicas else None, what)
-        completions = {replica: completion for sampled in asked if sampled for replica, completion in [sampled]}
+        asked = agree(
+            lambda: self._sample(version) if self.is_owner and self.replica in replicas else None, what
+        )
+        completions = {
+            replica: completion for sampled in asked if sampled for replica, completion in [sampled]
+        }
         samples = [
-            TrainSample((replica, 0), self.prompt.token_ids, completion.token_ids.astype(np.int64), completion.logprobs)
+            TrainSample(
+                (replica, 0),
+                self.prompt.token_ids,
+                completion.token_ids.astype(np.int64),
+                completion.logprobs,
+            )
             for replica, completion in sorted(completions.items())
         ]
         scored = agree(lambda: self._score(samples), what)
         gaps = [gap for part in scored for gap in part]
         if len(gaps) < sum(len(sample.token_ids) for sample in samples):
-            raise PublishError(f"{what}: {len(gaps)} tokens were scored, {sum(len(s.token_ids) for s in samples)} were sampled")
-        gap, replica, position, token, engine, actor = max(gaps, key=lambda row: (not np.isfinite(row[0]), row[0]))
+            raise PublishError(
+                f"{what}: {len(gaps)} tokens were scored, "
+                f"{sum(len(s.token_ids) for s in samples)} were sampled"
+            )
+        gap, replica, position, token, engine, actor = max(
+            gaps, key=lambda row: (not np.isfinite(row[0]), row[0])
+        )
         if not gap <= self.max_gap:  # NaN too
             raise PublishError(
-                f"{what}: replica {replica}, token {token} at position {position}: engine log-prob {engine:.6f}, trainer {actor:.6f}, "
+                f"{what}: replica {replica}, token {token} at position {position}: engine log-prob "
+                f"{engine:.6f}, trainer {actor:.6f}, "
                 f"gap {gap:.3e} is above weights.probe_max_gap {self.max_gap:.3e}"
             )
         return {"publish/probe_gap": gap}
@@ -85,12 +119,17 @@ class LogprobProbe:
         return self.replica, self.engine.sample_probe(self.prompt, sampling)
 
     def _score(self, samples: Sequence[TrainSample]) -> list[tuple[float, int, int, int, float, float]]:
-        """Return (gap, replica, position, token, engine's, actor's log-prob) of the tokens that this rank scores.
+        """Return (gap, replica, position, token, engine's, actor's log-prob) of the tokens that this rank
+        scores.
 
-        Every data parallel rank runs the same micro-batches (experts are shared between them), the first one tells.
+        Every data parallel rank runs the same micro-batches (experts are shared between them), the first one
+        tells.
         """
         groups, rules = self.actor.model.groups, self.builder.rules
-        sizes = [SampleSize(number, len(sample.prompt_ids), len(sample.token_ids)) for number, sample in enumerate(samples)]
+        sizes = [
+            SampleSize(number, len(sample.prompt_ids), len(sample.token_ids))
+            for number, sample in enumerate(samples)
+        ]
         plan = plan_microbatches(sizes, 1, rules, self.actor.model.hf.hidden_size)[0]
         batches = [self.builder.build(micro, samples.__getitem__, len(samples)) for micro in plan]
         scored = self.actor.logprobs(batches, 1.0)

@@ -1,4 +1,6 @@
-"""What every way of publishing shares: the contract, its statistics, and how ranks agree that all of them are well."""
+"""What every way of publishing shares: the contract, its statistics, and how ranks agree that all of them
+are well.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -13,7 +15,9 @@ from megagrpo.weights.export import WeightExporter
 
 
 class PublishError(EngineError):
-    """A publish failed somewhere; raised on all ranks alike, with the rank that failed first and its reason."""
+    """A publish failed somewhere; raised on all ranks alike, with the rank that failed first and its
+    reason.
+    """
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class PublishStats:
 class Publisher(ABC):
     """Brings the actor's weights to this rank's engine, one transaction per version.
 
-    The engine serves a version only after its commit; an error before leaves it with the old version, or refusing to generate, so no
-    completion is ever sampled from mixed weights.
+    The engine serves a version only after its commit; an error before leaves it with the old version, or
+    refusing to generate, so no completion is ever sampled from mixed weights.
     """
 
     exporter: WeightExporter  # the stream of full tensors, which exports of the model are made from too
@@ -53,9 +57,11 @@ class Publisher(ABC):
 
 
 def agree(step: Callable[[], Any], what: str) -> list[Any]:
-    """Run `step` on every rank; return all results by rank, or raise on all ranks what failed first. Collective over all ranks.
+    """Run `step` on every rank; return all results by rank, or raise on all ranks what failed first.
+    Collective over all ranks.
 
-    A rank that only waited in vain for another one (a time-out of a collective) is named only where nothing else failed.
+    A rank that only waited in vain for another one (a time-out of a collective) is named only where nothing
+    else failed.
 
     Raises:
         PublishError: `step` failed on some rank.
@@ -64,7 +70,10 @@ def agree(step: Callable[[], Any], what: str) -> list[Any]:
     try:
         result = step()
     except Exception as error:  # whatever it is: told to all ranks, and raised again below
-        cause, problem = error, f"{what}: {error if isinstance(error, EngineError) else f'{type(error).__name__}: {error}'}"
+        cause, problem = (
+            error,
+            f"{what}: {error if isinstance(error, EngineError) else f'{type(error).__name__}: {error}'}",
+        )
     gathered = all_gather_metadata((result, problem, cause is not None and _is_timeout(cause)))
     failed = [(late, rank, text) for rank, (_, text, late) in enumerate(gathered) if text]
     if failed:

@@ -26,25 +26,34 @@ class QuantizingReader(SliceReader):
             found = holders_with(source, rank, plan.trainer)
             if source.dtype == FP8_DTYPE and found and (box := box_held(source, found[0], plan.trainer)):
                 self._held[source.name] = box
-        self._scales: dict[tuple[str, int], torch.Tensor] = {}  # by name of the scales and expert (0 where there is none)
+        # by name of the scales and expert (0 where there is none)
+        self._scales: dict[tuple[str, int], torch.Tensor] = {}
 
     def prepare(self, bucket: Bucket) -> None:
         """Make the scales of a bucket's weights known. Collective over the tp group and the etp group."""
         groups = self.model.groups
         for is_expert, group in ((False, groups.tp), (True, groups.etp)):
-            weights = [source for source in self.plan.sources_of(bucket) if source.name in self._held and source.is_expert == is_expert]
+            weights = [
+                source
+                for source in self.plan.sources_of(bucket)
+                if source.name in self._held and source.is_expert == is_expert
+            ]
             if weights:
                 self._reduce_scales(weights, group)
 
     def read(self, transfer: Transfer) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield (place in the target's grid, tensor of that shape) of a transfer, in the dtype in which it travels."""
+        """Yield (place in the target's grid, tensor of that shape) of a transfer, in the dtype in which it
+        travels.
+        """
         source = self.plan.sources[transfer.source]
         if source.dtype == SCALE_DTYPE:
             yield from self._read_scales(source, transfer)
         elif source.dtype != FP8_DTYPE:
             yield from super().read(transfer)
         else:
-            for expert, (place, tensor) in zip(_experts(source, transfer.box), super().read(transfer), strict=True):
+            for expert, (place, tensor) in zip(
+                _experts(source, transfer.box), super().read(transfer), strict=True
+            ):
                 scales = self._scales[scale_name(source.name), expert]
                 quantized = quantize_slice(tensor.view(tensor.shape[-2:]), transfer.box[-2:], scales)
                 yield place, quantized.view(tensor.shape)
@@ -56,16 +65,22 @@ class QuantizingReader(SliceReader):
 
     def _reduce_scales(self, weights: list[SourceTensor], group: dist.ProcessGroup) -> None:
         """Reduce the maxima of all blocks of these weights in one collective over `group`."""
-        tensors = [(source, expert) for source in weights for expert in _experts(source, self._held[source.name])]
+        tensors = [
+            (source, expert) for source in weights for expert in _experts(source, self._held[source.name])
+        ]
         shapes = [scale_shape(source.shape[-2:]) for source, _ in tensors]
         sizes = [prod(shape) for shape in shapes]
         device = next(iter(self.model.chunks[0].parameters())).device
         amax = torch.zeros(sum(sizes), device=device)
         for (source, expert), part, shape in zip(tensors, amax.split(sizes), shapes, strict=True):
-            accumulate_amax(self._slices[source.hf_name(expert)], self._held[source.name][-2:], part.view(shape))
+            accumulate_amax(
+                self._slices[source.hf_name(expert)], self._held[source.name][-2:], part.view(shape)
+            )
         if group.size() > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-        for (source, expert), part, shape in zip(tensors, compute_scales(amax).split(sizes), shapes, strict=True):
+        for (source, expert), part, shape in zip(
+            tensors, compute_scales(amax).split(sizes), shapes, strict=True
+        ):
             self._scales[scale_name(source.name), expert] = part.view(shape)
 
     def _read_scales(self, source: SourceTensor, transfer: Transfer) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -73,7 +88,10 @@ class QuantizingReader(SliceReader):
             yield transfer.place, self._scales[source.name, 0][slices(transfer.box)]
             return
         for number, expert in enumerate(_experts(source, transfer.box)):
-            yield box_after(transfer.place, number), self._scales[source.name, expert][slices(transfer.box[1:])].unsqueeze(0)
+            yield (
+                box_after(transfer.place, number),
+                self._scales[source.name, expert][slices(transfer.box[1:])].unsqueeze(0),
+            )
 
 
 def _experts(source: SourceTensor, box: Box) -> range:

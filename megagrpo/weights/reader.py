@@ -12,22 +12,31 @@ from megagrpo.weights.sources import box_held, holders_with
 
 
 class SliceReader:
-    """This rank's slices of the HF tensors, read parameter by parameter: views of the live weights where the layout allows it."""
+    """This rank's slices of the HF tensors, read parameter by parameter: views of the live weights where
+    the layout allows it.
+    """
 
     def __init__(self, model: StageModel, plan: PublishPlan, rank: int):
         self.model, self.plan = model, plan
         self._slices = HFSlices(model)
         self._origins: dict[str, tuple[int, ...]] = {}
         for source in plan.sources.values():
-            if (found := holders_with(source, rank, plan.trainer)) and (box := box_held(source, found[0], plan.trainer)):
+            if (found := holders_with(source, rank, plan.trainer)) and (
+                box := box_held(source, found[0], plan.trainer)
+            ):
                 self._origins[source.name] = tuple(start for start, _ in box)
 
     def prepare(self, bucket: Bucket) -> None:
         """Make ready to read what is sent of a bucket. Every rank calls it: it may be collective."""
 
     def read(self, transfer: Transfer) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield (place in the target's grid, tensor of that shape) of a transfer; of stacked experts one by one."""
-        source, local = self.plan.sources[transfer.source], shift(transfer.box, self._origins[transfer.source], -1)
+        """Yield (place in the target's grid, tensor of that shape) of a transfer; of stacked experts one
+        by one.
+        """
+        source, local = (
+            self.plan.sources[transfer.source],
+            shift(transfer.box, self._origins[transfer.source], -1),
+        )
         if not source.is_expert:
             yield transfer.place, self._slices[source.name][slices(local)]
             return

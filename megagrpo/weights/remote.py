@@ -1,8 +1,11 @@
-"""Publishing to engines in processes of their own: buckets of slices, acknowledged one by one, as one transaction.
+"""Publishing to engines in processes of their own: buckets of slices, acknowledged one by one, as one
+transaction.
 
-    begin - for each bucket: write slices - checksums - hand over (while the next one is written) - acknowledged - complete - probe - serve
+    begin - for each bucket: write slices - checksums - hand over (while the next one is written) -
+    acknowledged - complete - probe - serve
 
-Before every next step all ranks know that the last one went well on all of them: a failure ends the publish on every rank alike.
+Before every next step all ranks know that the last one went well on all of them: a failure ends the publish
+on every rank alike.
 """
 
 from collections.abc import Callable, Collection
@@ -27,10 +30,11 @@ class RemotePublisher(Publisher):
         engine: this rank's view of its replica.
         replica: its number.
         transport: how weights get there.
-        sharded: the same in layout `sharded`, where `transport` is `full`: taken from the second publish on if the first one shows that it
-            would bring the engine's loader's result, bit for bit.
+        sharded: the same in layout `sharded`, where `transport` is `full`: taken from the second publish on
+            if the first one shows that it would bring the engine's loader's result, bit for bit.
         requires_sharded: raise where it would not; else `full` stays, with a note and a count.
-        probe: called with (version, replicas) before the version serves; raises where engine and trainer disagree. Collective.
+        probe: called with (version, replicas) before the version serves; raises where engine and trainer
+            disagree. Collective.
     """
 
     def __init__(
@@ -43,7 +47,13 @@ class RemotePublisher(Publisher):
         sharded: Transport | None = None,
         requires_sharded: bool = False,
     ):
-        self.exporter, self.engine, self.replica, self.transport, self.probe = exporter, engine, replica, transport, probe
+        self.exporter, self.engine, self.replica, self.transport, self.probe = (
+            exporter,
+            engine,
+            replica,
+            transport,
+            probe,
+        )
         self._sharded, self._requires_sharded = sharded, requires_sharded
         self._fallbacks = 0
 
@@ -57,15 +67,20 @@ class RemotePublisher(Publisher):
             notes = self._try_sharded(version, chosen) if self._sharded else ()
         except BaseException:
             if self.replica in chosen:
-                with suppress(EngineError):  # a dead engine can't be told, and is empty when it is started anew
+                # a dead engine can't be told, and is empty when it is started anew
+                with suppress(EngineError):
                     self.engine.abort_update()
             raise
         finally:
             transport.close()
-        return replace(stats, metrics=stats.metrics | {"publish/full_fallbacks": self._fallbacks}, notes=tuple(notes))
+        return replace(
+            stats, metrics=stats.metrics | {"publish/full_fallbacks": self._fallbacks}, notes=tuple(notes)
+        )
 
     def _try_sharded(self, version: int, chosen: list[int]) -> list[str]:
-        """Compare the slices that layout `sharded` would send with what the engines' loaders made of the full tensors; take it if equal."""
+        """Compare the slices that layout `sharded` would send with what the engines' loaders made of the
+        full tensors; take it if equal.
+        """
         assert self._sharded is not None
         candidate = self._sharded
         what = f"weight version {version}: layout sharded"
@@ -81,7 +96,9 @@ class RemotePublisher(Publisher):
                 for part in agree(lambda bucket=bucket: candidate.checksums(bucket, 0), what):
                     for (replica, number), checksum in part.items():
                         if replica == self.replica:
-                            expected[layout.tensors[number].destination, layout.tensors[number].target.name] = checksum
+                            expected[
+                                layout.tensors[number].destination, layout.tensors[number].target.name
+                            ] = checksum
             mine = describe_difference(expected, kept) if is_asked else None
             problems = [problem for problem in agree(lambda: mine, what) if problem]
         finally:
@@ -107,17 +124,27 @@ class RemotePublisher(Publisher):
         for bucket in range(len(transport.plan.buckets)):
             slot = bucket % SLOTS
             with stages.stage("write"):
-                agree(lambda bucket=bucket, slot=slot: transport.write(bucket, slot), f"weight version {version}: bucket {bucket}")
+                agree(
+                    lambda bucket=bucket, slot=slot: transport.write(bucket, slot),
+                    f"weight version {version}: bucket {bucket}",
+                )
             with stages.stage("checksum_and_wait"):
-                # The other slot is free once the bucket before is acknowledged; all ranks must know before they write there.
-                def check(bucket: int = bucket, slot: int = slot, pending: Future[int] | None = pending) -> tuple[dict, int]:
+                # The other slot is free once the bucket before is acknowledged; all ranks must know before
+                # they write there.
+                def check(
+                    bucket: int = bucket, slot: int = slot, pending: Future[int] | None = pending
+                ) -> tuple[dict, int]:
                     return transport.checksums(bucket, slot), self._finish(pending)
 
                 found = agree(check, f"weight version {version}")
                 acknowledged += sum(count for _, count in found)
             checksums = {key: checksum for part, _ in found for key, checksum in part.items()}
             transport.deliver(bucket, slot)
-            pending = hand_over.submit(self._hand_over, version, bucket, slot, checksums, stages) if takes_part else None
+            pending = (
+                hand_over.submit(self._hand_over, version, bucket, slot, checksums, stages)
+                if takes_part
+                else None
+            )
         with stages.stage("checksum_and_wait"):
             acknowledged += sum(agree(lambda: self._finish(pending), f"weight version {version}"))
         with stages.stage("commit"):
@@ -130,10 +157,15 @@ class RemotePublisher(Publisher):
         return self._sum_up(version, len(chosen), acknowledged, stages, probed)
 
     def _owners_first(self, step: Callable[[int], None], version: int, takes_part: bool, what: str) -> None:
-        """Take a step on owners, then on followers, which must not believe in what did not happen. Collective."""
+        """Take a step on owners, then on followers, which must not believe in what did not happen.
+        Collective.
+        """
         for is_owner in (True, False):
             takes_it = takes_part and self.engine.is_owner == is_owner
-            agree(lambda takes_it=takes_it: step(version) if takes_it else None, f"weight version {version}: {what}")
+            agree(
+                lambda takes_it=takes_it: step(version) if takes_it else None,
+                f"weight version {version}: {what}",
+            )
 
     def _finish(self, pending: Future[int] | None) -> int:
         """Wait for the bucket that is on its way; return the bytes that this rank's engine acknowledged."""
@@ -151,11 +183,16 @@ class RemotePublisher(Publisher):
             return str(error)
 
     def _base_version(self, version: int, chosen: list[int]) -> int | None:
-        """Return the version that all chosen engines hold, if changes to it are known; None: they get everything. Collective then."""
+        """Return the version that all chosen engines hold, if changes to it are known; None: they get
+        everything. Collective then.
+        """
         base = self.transport.base_version
         if base is None:
             return None
-        held = agree(lambda: self.engine.weight_version if self.replica in chosen else base, f"weight version {version}: begin")
+        held = agree(
+            lambda: self.engine.weight_version if self.replica in chosen else base,
+            f"weight version {version}: begin",
+        )
         return base if all(one == base for one in held) else None
 
     def _begin(self, version: int, chosen: list[int], base_version: int | None) -> None:
@@ -163,8 +200,12 @@ class RemotePublisher(Publisher):
             self.engine.begin_update(version)
         self.transport.open(version, chosen, base_version)
 
-    def _hand_over(self, version: int, bucket: int, slot: int, checksums: dict[tuple[int, int], str], stages: Stages) -> int:
-        """Give a complete bucket to this rank's engine, while the next is written; return the bytes that its ranks acknowledged."""
+    def _hand_over(
+        self, version: int, bucket: int, slot: int, checksums: dict[tuple[int, int], str], stages: Stages
+    ) -> int:
+        """Give a complete bucket to this rank's engine, while the next is written; return the bytes that
+        its ranks acknowledged.
+        """
         layout = self.transport.layouts[bucket]
         own = [checksums[self.replica, number] for number in range(len(layout.tensors))]
         if not self.engine.is_owner:
@@ -176,15 +217,25 @@ class RemotePublisher(Publisher):
         check_acks(manifest, acks, self.engine.engine_ranks, self.transport.plan.hash)
         return sum(ack["bytes"] for ack in acks)
 
-    def _sum_up(self, version: int, num_replicas: int, acknowledged: int, stages: Stages, metrics: dict[str, float]) -> PublishStats:
+    def _sum_up(
+        self, version: int, num_replicas: int, acknowledged: int, stages: Stages, metrics: dict[str, float]
+    ) -> PublishStats:
         """Add the ranks' numbers up. Collective."""
         plan, stats = self.transport.plan, self.transport.stats
         rows = agree(
-            lambda: (stats.written_bytes, stats.sent_bytes, stats.peak_bytes, stages.seconds, stats.planned_bytes), "weights: numbers"
+            lambda: (
+                stats.written_bytes,
+                stats.sent_bytes,
+                stats.peak_bytes,
+                stages.seconds,
+                stats.planned_bytes,
+            ),
+            "weights: numbers",
         )
         written = sum(row[0] for row in rows)
         kept = sum(plan.target_bytes(target) for targets in plan.targets for target in targets) * num_replicas
-        readers = 1 if plan.grid.layout == "sharded" else self.engine.engine_ranks  # under `full` every rank reads all of it
+        # under `full` every rank reads all of it
+        readers = 1 if plan.grid.layout == "sharded" else self.engine.engine_ranks
         metrics = metrics | {
             "publish/written_bytes": written,
             "publish/written_share": written / max(sum(row[4] for row in rows), 1),
@@ -195,7 +246,9 @@ class RemotePublisher(Publisher):
             "publish/buckets": len(plan.buckets),
         }
         measured = sorted({name for row in rows for name in row[3]})
-        metrics |= {f"publish/{name}_seconds": max(row[3].get(name, 0.0) for row in rows) for name in measured}
+        metrics |= {
+            f"publish/{name}_seconds": max(row[3].get(name, 0.0) for row in rows) for name in measured
+        }
         return PublishStats(version, acknowledged if self.engine.is_owner else 0, acknowledged, metrics)
 
     def close(self) -> None:

@@ -1,8 +1,10 @@
-"""Where the trainer's ranks hold the model's tensors: HF tensors as boxes on the rank grid. Pure: no torch, no process groups.
+"""Where the trainer's ranks hold the model's tensors: HF tensors as boxes on the rank grid. Pure: no torch,
+no process groups.
 
-The experts of a layer are one stacked tensor [E, rows, columns] for each projection, whose first dimension is shared out over ep. What
-a rule says of the HF tensors (rank r holds the r-th of tp equal slices along one dimension) is all that is needed here; how Megatron
-lays these slices out inside its parameters is `models/rules.py`'s business.
+The experts of a layer are one stacked tensor [E, rows, columns] for each projection, whose first dimension is
+shared out over ep. What a rule says of the HF tensors (rank r holds the r-th of tp equal slices along one
+dimension) is all that is needed here; how Megatron lays these slices out inside its parameters is
+`models/rules.py`'s business.
 """
 
 import re
@@ -29,10 +31,12 @@ class SourceTensor:
     kind: str  # of its rule
     shape: tuple[int, ...]
     stage: int
-    split: int | None  # the dimension cut in equal slices over (expert) tensor parallel ranks; None: each holds all
+    # the dimension cut in equal slices over (expert) tensor parallel ranks; None: each holds all
+    split: int | None
     split_size: int = 0  # length of that dimension, vocabulary padding included
     is_expert: bool = False
-    dtype: str | None = None  # of the tensor on its way, a torch dtype without its prefix; None: that of the publish
+    # of the tensor on its way, a torch dtype without its prefix; None: that of the publish
+    dtype: str | None = None
 
     def hf_name(self, expert: int = 0) -> str:
         """Return the HF tensor's name, of a stacked one that of one expert."""
@@ -41,7 +45,9 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that hold the same slices of a stage's tensors: first, first + stride, ... Each can send them."""
+    """The ranks that hold the same slices of a stage's tensors: first, first + stride, ... Each can send
+    them.
+    """
 
     first: int
     stride: int
@@ -53,7 +59,9 @@ class Holders:
 
 
 def holders_of(source: SourceTensor, layout: ParallelLayout) -> Iterator[tuple[Holders, Box]]:
-    """Yield (holders, the box that they hold) of every distinct slice of a tensor; slices of padding alone are left out."""
+    """Yield (holders, the box that they hold) of every distinct slice of a tensor; slices of padding alone
+    are left out.
+    """
     for holders in _groups(source, layout):
         if box := box_held(source, holders, layout):
             yield holders, box
@@ -72,7 +80,9 @@ def _groups(source: SourceTensor, layout: ParallelLayout) -> Iterator[Holders]:
 
 
 def holders_with(source: SourceTensor, rank: int, layout: ParallelLayout) -> tuple[Holders, int] | None:
-    """Return the holders that `rank` belongs to, and its place among them; None where it holds nothing of the tensor."""
+    """Return the holders that `rank` belongs to, and its place among them; None where it holds nothing of
+    the tensor.
+    """
     stage_size = layout.tp * layout.cp * layout.dp
     if rank // stage_size != source.stage:
         return None
@@ -100,7 +110,9 @@ def box_held(source: SourceTensor, holders: Holders, layout: ParallelLayout) -> 
     return None if any(start >= stop for start, stop in box) else tuple(box)
 
 
-def build_sources(rules: Sequence["ParameterRule"], hf: "HFConfig", layout: ParallelLayout, padded_vocab_size: int) -> list[SourceTensor]:
+def build_sources(
+    rules: Sequence["ParameterRule"], hf: "HFConfig", layout: ParallelLayout, padded_vocab_size: int
+) -> list[SourceTensor]:
     """Return all tensors that a model exports, in the model's order.
 
     Args:
@@ -109,16 +121,30 @@ def build_sources(rules: Sequence["ParameterRule"], hf: "HFConfig", layout: Para
         layout: where its layers are.
         padded_vocab_size: rows of the vocabulary that the trainer's ranks hold together.
     """
-    stage_of = [chunk % layout.pp for chunk, layers in enumerate(layout.chunk_layers(hf.num_layers)) for _ in range(layers)]
+    stage_of = [
+        chunk % layout.pp
+        for chunk, layers in enumerate(layout.chunk_layers(hf.num_layers))
+        for _ in range(layers)
+    ]
     before = [rule for rule in rules if rule.megatron.startswith("embedding.")]
-    after = [rule for rule in rules if rule.megatron.startswith(("decoder.final_layernorm.", "output_layer."))]
-    inside = [rule for rule in rules if "{layer}" in rule.megatron and _expert_number(rule.megatron) in (None, 0)]
+    after = [
+        rule for rule in rules if rule.megatron.startswith(("decoder.final_layernorm.", "output_layer."))
+    ]
+    inside = [
+        rule for rule in rules if "{layer}" in rule.megatron and _expert_number(rule.megatron) in (None, 0)
+    ]
     if hf.tie_word_embeddings:  # the embedding is the same tensor, on the first stage
         after = [rule for rule in after if not rule.megatron.startswith("output_layer.")]
     sources = [source for rule in before for source in _of_rule(rule, None, 0, hf, padded_vocab_size)]
     for layer in range(hf.num_layers):
-        sources += [source for rule in inside for source in _of_rule(rule, layer, stage_of[layer], hf, padded_vocab_size)]
-    return sources + [source for rule in after for source in _of_rule(rule, None, layout.pp - 1, hf, padded_vocab_size)]
+        sources += [
+            source
+            for rule in inside
+            for source in _of_rule(rule, layer, stage_of[layer], hf, padded_vocab_size)
+        ]
+    return sources + [
+        source for rule in after for source in _of_rule(rule, None, layout.pp - 1, hf, padded_vocab_size)
+    ]
 
 
 def _expert_number(name: str) -> int | None:
@@ -126,7 +152,9 @@ def _expert_number(name: str) -> int | None:
     return None if found is None else int(found[1] or found[2])
 
 
-def _of_rule(rule: "ParameterRule", layer: int | None, stage: int, hf: "HFConfig", padded_vocab_size: int) -> Iterator[SourceTensor]:
+def _of_rule(
+    rule: "ParameterRule", layer: int | None, stage: int, hf: "HFConfig", padded_vocab_size: int
+) -> Iterator[SourceTensor]:
     unit = rule.megatron.format(layer=layer)
     for name, shape in zip(rule.hf_names(layer), hf_shapes(rule, hf), strict=True):
         split = rule.split_dimension

@@ -1,8 +1,11 @@
-"""What every rank of an engine keeps of the model: its parameters, and which box of which HF tensor each part of them is. Pure.
+"""What every rank of an engine keeps of the model: its parameters, and which box of which HF tensor each part
+of them is. Pure.
 
 full      every engine rank gets the HF tensors whole, and its own loader cuts them
-sharded   an engine rank gets its slices, laid out as its fused parameters are: the rows of q, k and v on top of one another, gate above
-          up, the experts stacked, with gate above up in each (w13), and down (w2). Names and layout are vLLM's, which SGLang shares.
+sharded   an engine rank gets its slices, laid out as its fused parameters are: the rows of q, k and v on top
+of one another, gate above
+          up, the experts stacked, with gate above up in each (w13), and down (w2). Names and layout are
+          vLLM's, which SGLang shares.
 """
 
 from collections.abc import Sequence
@@ -19,7 +22,9 @@ VOCAB_PADDING = 64  # vLLM and SGLang pad the vocabulary to a multiple of this (
 
 @dataclass(frozen=True)
 class EngineGrid:
-    """The engines: `replicas` of `tp` ranks each. Where ep > 1 the experts are shared out over ep of them, and cut over tp / ep."""
+    """The engines: `replicas` of `tp` ranks each. Where ep > 1 the experts are shared out over ep of them,
+    and cut over tp / ep.
+    """
 
     replicas: int = 1
     tp: int = 1
@@ -33,11 +38,20 @@ class EngineGrid:
 
     def validate(self, heads: int, kv_heads: int, experts: int | None) -> list[str]:
         """Return what does not divide, one line each with the arithmetic."""
-        problems = [] if heads % self.tp == 0 else [f"{heads} attention heads are not a multiple of the engine's tp {self.tp}"]
+        problems = (
+            []
+            if heads % self.tp == 0
+            else [f"{heads} attention heads are not a multiple of the engine's tp {self.tp}"]
+        )
         if max(kv_heads, self.tp) % min(kv_heads, self.tp):
-            problems.append(f"{kv_heads} key-value heads and the engine's tp {self.tp}: neither is a multiple of the other")
+            problems.append(
+                f"{kv_heads} key-value heads and the engine's tp {self.tp}: neither is a "
+                "multiple of the other"
+            )
         if self.tp % self.ep or (experts or self.ep) % self.ep:
-            problems.append(f"the engine's ep {self.ep} does not divide its tp {self.tp} and the {experts} experts")
+            problems.append(
+                f"the engine's ep {self.ep} does not divide its tp {self.tp} and the {experts} experts"
+            )
         return problems
 
 
@@ -57,7 +71,8 @@ class TargetTensor:
     name: str
     unit: str
     shape: tuple[int, ...]
-    grid: tuple[int, ...]  # the shape in which the parts are placed: `shape`, of one expert's tensor with a leading 1
+    # the shape in which the parts are placed: `shape`, of one expert's tensor with a leading 1
+    grid: tuple[int, ...]
     parts: tuple[TargetPart, ...]
     dtype: str | None = None  # None: that of the publish
 
@@ -72,14 +87,19 @@ class TargetTensor:
         return sum(prod(sizes(part.box)) for part in self.parts) == self.numel
 
 
-def build_targets(sources: Sequence[SourceTensor], grid: EngineGrid, head_dim: int) -> list[list[TargetTensor]]:
+def build_targets(
+    sources: Sequence[SourceTensor], grid: EngineGrid, head_dim: int
+) -> list[list[TargetTensor]]:
     """Return the parameters of every destination of one replica, in the model's order."""
     units: dict[str, list[SourceTensor]] = {}
     for source in sources:
         units.setdefault(source.unit, []).append(source)
     if grid.layout == "full":
         return [[target for members in units.values() for target in _full(members)]]
-    return [[_sharded(unit, members, rank, grid, head_dim) for unit, members in units.items()] for rank in range(grid.tp)]
+    return [
+        [_sharded(unit, members, rank, grid, head_dim) for unit, members in units.items()]
+        for rank in range(grid.tp)
+    ]
 
 
 def _full(members: list[SourceTensor]) -> list[TargetTensor]:
@@ -91,11 +111,15 @@ def _full(members: list[SourceTensor]) -> list[TargetTensor]:
             if source.is_expert:
                 box, shape, unit = ((expert, expert + 1), *box[1:]), shape[1:], f"{unit}#{expert}"
             part = TargetPart(source.name, box, (0,) * len(box))
-            targets.append(TargetTensor(source.hf_name(expert), unit, shape, sizes(box), (part,), source.dtype))
+            targets.append(
+                TargetTensor(source.hf_name(expert), unit, shape, sizes(box), (part,), source.dtype)
+            )
     return targets
 
 
-def _sharded(unit: str, members: list[SourceTensor], rank: int, grid: EngineGrid, head_dim: int) -> TargetTensor:
+def _sharded(
+    unit: str, members: list[SourceTensor], rank: int, grid: EngineGrid, head_dim: int
+) -> TargetTensor:
     """Lay a unit's members out one after another along the dimension that they are fused along."""
     first = members[0]
     fused_along = 1 if first.is_expert else 0
@@ -133,7 +157,8 @@ def _box_kept(source: SourceTensor, rank: int, grid: EngineGrid, head_dim: int) 
         box[0] = (min(rank * each, length), min((rank + 1) * each, length))
         return tuple(box)
     shards, shard = grid.tp, rank
-    if source.kind == "qkv" and length // head_dim < grid.tp:  # fewer key-value heads than ranks: ranks share one
+    # fewer key-value heads than ranks: ranks share one
+    if source.kind == "qkv" and length // head_dim < grid.tp:
         shards = length // head_dim
         shard = rank // (grid.tp // shards)
     each = length // shards

@@ -19,12 +19,16 @@ PROMPTS = ["1+2=", "hello there, you", "a", "xyz 1234"]
 
 @pytest.fixture(scope="session")
 def server_address(tiny_hf_folder):
-    """A function (engine name) -> address of its server for the tiny Qwen3 with tied embeddings, started at the first call."""
+    """A function (engine name) -> address of its server for the tiny Qwen3 with tied embeddings, started
+    at the first call.
+    """
     started = {}
 
     def address(name):
         if name not in started:
-            started[name] = ENGINES.get(name)(tiny_hf_folder("qwen3", tie_word_embeddings=True), EngineConfig(name=name))
+            started[name] = ENGINES.get(name)(
+                tiny_hf_folder("qwen3", tie_word_embeddings=True), EngineConfig(name=name)
+            )
         return started[name].address
 
     yield address
@@ -41,7 +45,9 @@ def build_engine(request, tiny_hf_folder, server_address):
         config = (config or EngineConfig()).model_copy(update={"name": request.param})
         if request.param not in EMBEDDED_ENGINES:
             config = config.model_copy(update={"addresses": (server_address(request.param),)})
-        built.append(ENGINES.get(request.param)(tiny_hf_folder("qwen3", tie_word_embeddings=True), config, **options))
+        built.append(
+            ENGINES.get(request.param)(tiny_hf_folder("qwen3", tie_word_embeddings=True), config, **options)
+        )
         return built[-1]
 
     yield build_engine
@@ -51,24 +57,32 @@ def build_engine(request, tiny_hf_folder, server_address):
 
 @pytest.fixture
 def publish_through_a_group():
-    """A function (engine name, address, HF folder, ...): trainer ranks publish to the server through a process group; see the worker."""
+    """A function (engine name, address, HF folder, ...): trainer ranks publish to the server through a
+    process group; see the worker.
+    """
     from torchrun_launch import run_torchrun
 
     def publish(name, address, folder, tensor_parallel=1, layouts=("full", "sharded")):
         worker = Path(__file__).with_name("group_publish_worker.py")
-        assert f"GROUP OK {name}" in run_torchrun(2, [str(worker)], name, address, folder, tensor_parallel, *layouts)
+        assert f"GROUP OK {name}" in run_torchrun(
+            2, [str(worker)], name, address, folder, tensor_parallel, *layouts
+        )
 
     return publish
 
 
 @pytest.fixture
 def prompts(character_tokenizer):
-    return [Prompt(id=10 + i, text=text, token_ids=tuple(character_tokenizer(text)["input_ids"])) for i, text in enumerate(PROMPTS)]
+    return [
+        Prompt(id=10 + i, text=text, token_ids=tuple(character_tokenizer(text)["input_ids"]))
+        for i, text in enumerate(PROMPTS)
+    ]
 
 
 @pytest.fixture
 def model(tiny_model):
-    return tiny_model(tie_word_embeddings=True)  # the harder case: an engine may compute the logits with a copy of the embedding
+    # the harder case: an engine may compute the logits with a copy of the embedding
+    return tiny_model(tie_word_embeddings=True)
 
 
 @pytest.fixture

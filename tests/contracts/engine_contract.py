@@ -1,7 +1,8 @@
 """What the suites of the engine contract share.
 
-The reference for log-probs is a float32 transformers forward over prompt + completion (teacher forcing): 2e-5 is some ten times the
-rounding of two such forwards of a tiny model, and a hundredth of what one wrong position or a stale weight shifts.
+The reference for log-probs is a float32 transformers forward over prompt + completion (teacher forcing): 2e-5
+is some ten times the rounding of two such forwards of a tiny model, and a hundredth of what one wrong
+position or a stale weight shifts.
 """
 
 import numpy as np
@@ -15,9 +16,12 @@ from megagrpo.types import SamplingParams
 
 TOLERANCE = 2e-5
 
-# A server costs half a minute to start: those engines are marked, and all tests share one server, each with a client of its own.
+# A server costs half a minute to start: those engines are marked, and all tests share one server, each with a
+# client of its own.
 SERVER_MARKS = (pytest.mark.engines, pytest.mark.timeout(900))
-SERVER_NAMES = [pytest.param(name, marks=SERVER_MARKS) for name in ENGINES.names() if name not in EMBEDDED_ENGINES]
+SERVER_NAMES = [
+    pytest.param(name, marks=SERVER_MARKS) for name in ENGINES.names() if name not in EMBEDDED_ENGINES
+]
 
 
 def weights(model):

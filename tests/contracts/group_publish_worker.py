@@ -1,7 +1,10 @@
-"""Worker: two trainer ranks (TP 2) publish to a real server through a process group with it, in both layouts, and with faults.
+"""Worker: two trainer ranks (TP 2) publish to a real server through a process group with it, in both layouts,
+and with faults.
 
-Arguments: engine, its address, HF folder, its tensor parallel size, layouts. The references are the checkpoint's tensors in another place:
-what the server's own loader makes of them when it gets them through shared memory, and teacher-forced float32 transformers.
+Arguments: engine, its address, HF folder, its tensor parallel size, layouts. The references are the
+    checkpoint's tensors in another place:
+what the server's own loader makes of them when it gets them through shared memory, and teacher-forced float32
+transformers.
 """
 
 import sys
@@ -43,18 +46,27 @@ class Case:
     def __init__(self, name: str, address: str, folder: str, tensor_parallel: int):
         self.groups = build_groups(ParallelLayout(2, tp=2), timeout_seconds=120)
         hf = read_hf_config(Path(folder))
-        config = build_transformer_config(hf, self.groups, build_precision("fp32"), sp=hf.num_experts is not None)
+        config = build_transformer_config(
+            hf, self.groups, build_precision("fp32"), sp=hf.num_experts is not None
+        )
         self.model = load_stage_model(folder, hf, config, self.groups, DEVICE, use_te=False)
         self.reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        settings = EngineConfig(name=name, addresses=(address,), tensor_parallel=tensor_parallel, request_timeout_seconds=60)
+        settings = EngineConfig(
+            name=name, addresses=(address,), tensor_parallel=tensor_parallel, request_timeout_seconds=60
+        )
         self.engine = ENGINES.get(name)(folder, settings, is_owner=self.groups.rank == 0)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.prompts = [Prompt(i, text, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(("1+2=", "hello there, you"))]
+        self.prompts = [
+            Prompt(i, text, tuple(tokenizer(text)["input_ids"]))
+            for i, text in enumerate(("1+2=", "hello there, you"))
+        ]
         self.version = 0
 
     def publisher(self, layout: str) -> RemotePublisher:
         grid = EngineGrid(1, self.engine.engine_ranks, 1, layout)
-        transport = build_transport("group", self.model, grid, [0], torch.float32, BUCKET_BYTES, TIMEOUT_SECONDS)
+        transport = build_transport(
+            "group", self.model, grid, [0], torch.float32, BUCKET_BYTES, TIMEOUT_SECONDS
+        )
         return RemotePublisher(WeightExporter(self.model), self.engine, 0, transport)
 
     def publish(self, publisher: RemotePublisher) -> dict[str, float]:
@@ -62,7 +74,9 @@ class Case:
         return publisher.publish(self.version).metrics
 
     def overwrite(self, factor: float) -> list[dict[str, str]]:
-        """Bring other weights to the server by shared memory, so that nothing is left of what was there; return its checksums."""
+        """Bring other weights to the server by shared memory, so that nothing is left of what was there;
+        return its checksums.
+        """
         self.version += 1
         other = AutoModelForCausalLM.from_pretrained(self.engine.model_folder, dtype=torch.float32)
         with torch.no_grad():
@@ -74,16 +88,22 @@ class Case:
         return self.checksums()
 
     def checksums(self) -> list[dict[str, str]]:
-        return agree(lambda: self.engine.parameter_checksums() if self.engine.is_owner else None, "checksums")[0]
+        return agree(
+            lambda: self.engine.parameter_checksums() if self.engine.is_owner else None, "checksums"
+        )[0]
 
     def check_serves(self) -> None:
         """The owner samples; what comes has the log-probs of the trainer's weights."""
         if self.engine.is_owner:
-            assert_logprobs_match(self.reference, self.prompts, self.engine.generate(self.prompts, params(), range(2)))
+            assert_logprobs_match(
+                self.reference, self.prompts, self.engine.generate(self.prompts, params(), range(2))
+            )
         dist.barrier()
 
     def fails_with(self, publisher: RemotePublisher, *words: str) -> None:
-        """A publish fails in time, for this reason on both ranks, and what serves afterwards is whole, or nothing is."""
+        """A publish fails in time, for this reason on both ranks, and what serves afterwards is whole, or
+        nothing is.
+        """
         started = time.monotonic()
         try:
             self.publish(publisher)
@@ -111,8 +131,13 @@ def main() -> None:
         publisher = case.publisher(layout)
         assert case.overwrite(0.8) != loaded
         metrics = case.publish(publisher)
-        assert metrics["publish/kept_ratio"] == 1.0 and metrics["publish/sent_bytes"] == metrics["publish/written_bytes"], metrics
-        assert metrics["publish/peak_bytes"] <= 2 * max(bucket.nbytes for bucket in publisher.transport.plan.buckets)
+        assert (
+            metrics["publish/kept_ratio"] == 1.0
+            and metrics["publish/sent_bytes"] == metrics["publish/written_bytes"]
+        ), metrics
+        assert metrics["publish/peak_bytes"] <= 2 * max(
+            bucket.nbytes for bucket in publisher.transport.plan.buckets
+        )
         assert case.checksums() == loaded
         case.check_serves()
         joined = case.engine.transfer_group
@@ -128,7 +153,11 @@ def main() -> None:
     case.publish(publisher)  # a new group
     case.check_serves()
 
-    norm = next(parameter for parameter_name, parameter in case.model.chunks[0].named_parameters() if "layernorm" in parameter_name)
+    norm = next(
+        parameter
+        for parameter_name, parameter in case.model.chunks[0].named_parameters()
+        if "layernorm" in parameter_name
+    )
     kept = norm.detach().clone()
     norm.data[0] = float("nan")
     case.fails_with(publisher, "not finite")

@@ -1,4 +1,6 @@
-"""What every rollout engine must do when it generates. An engine whose package is not installed is skipped."""
+"""What every rollout engine must do when it generates. An engine whose package is not installed is
+skipped.
+"""
 
 import threading
 import time
@@ -22,7 +24,8 @@ def test_nothing_is_generated_before_the_first_commit(build_engine, prompts):
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.3}, {"top_k": 9, "top_p": 0.6}]
+    "sampling",
+    [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.3}, {"top_k": 9, "top_p": 0.6}],
 )
 def test_logprobs_are_those_of_the_sampling_distribution(build_engine, prompts, sampling, model):
     engine = build_engine()
@@ -36,7 +39,9 @@ def test_completions_carry_what_the_trainer_needs(build_engine, prompts, charact
     engine = build_engine()
     publish(engine, model, version=7)
     groups = engine.generate(prompts, params(), [2, 5])
-    assert [[(c.prompt_id, c.index) for c in group] for group in groups] == [[(p.id, 2), (p.id, 5)] for p in prompts]
+    assert [[(c.prompt_id, c.index) for c in group] for group in groups] == [
+        [(p.id, 2), (p.id, 5)] for p in prompts
+    ]
     for completion in (completion for group in groups for completion in group):
         assert completion.token_ids.dtype == np.int64 and completion.logprobs.dtype == np.float32
         assert 1 <= len(completion.token_ids) == len(completion.logprobs) <= 12
@@ -69,7 +74,9 @@ def test_a_completion_does_not_depend_on_what_is_generated_beside_it(build_engin
 def test_seed_and_step_change_the_samples(build_engine, prompts, changed, model):
     engine = build_engine()
     publish(engine, model, version=1)
-    assert tokens(engine.generate(prompts, params(), range(2))) != tokens(engine.generate(prompts, params(**changed), range(2)))
+    assert tokens(engine.generate(prompts, params(), range(2))) != tokens(
+        engine.generate(prompts, params(**changed), range(2))
+    )
 
 
 def test_greedy_completions_equal_transformers_generate(build_engine, prompts, model):
@@ -78,23 +85,35 @@ def test_greedy_completions_equal_transformers_generate(build_engine, prompts, m
     groups = engine.generate(prompts, params(temperature=0.0), [0])
     assert_logprobs_match(model, prompts, groups)
     for prompt, (completion,) in zip(prompts, groups, strict=True):
-        expected = model.generate(torch.tensor([prompt.token_ids]), do_sample=False, max_new_tokens=12)[0, len(prompt.token_ids) :]
+        expected = model.generate(torch.tensor([prompt.token_ids]), do_sample=False, max_new_tokens=12)[
+            0, len(prompt.token_ids) :
+        ]
         assert completion.token_ids.tolist() == expected.tolist()
 
 
-def test_stop_strings_and_stop_tokens_end_a_completion_with_the_token_that_completes_them(build_engine, prompts, model):
+def test_stop_strings_and_stop_tokens_end_a_completion_with_the_token_that_completes_them(
+    build_engine, prompts, model
+):
     engine = build_engine()
     publish(engine, model, version=1)
     free = engine.generate(prompts, params(max_new_tokens=30), range(4))
-    longest = max((completion for group in free for completion in group), key=lambda completion: len(completion.text))
+    longest = max(
+        (completion for group in free for completion in group), key=lambda completion: len(completion.text)
+    )
     pair, single = longest.text[3:5], int(longest.token_ids[6])
-    for group, stopped in zip(free, engine.generate(prompts, params(max_new_tokens=30, stop=(pair,)), range(4)), strict=True):
+    for group, stopped in zip(
+        free, engine.generate(prompts, params(max_new_tokens=30, stop=(pair,)), range(4)), strict=True
+    ):
         for whole, cut in zip(group, stopped, strict=True):
             at = whole.text.find(pair)
             length = at + 2 if at >= 0 else len(whole.token_ids)  # one character per token
             assert cut.token_ids.tolist() == whole.token_ids[:length].tolist()
             assert cut.finish_reason == ("stop" if at >= 0 else whole.finish_reason)
-    for group, stopped in zip(free, engine.generate(prompts, params(max_new_tokens=30, stop_token_ids=(single,)), range(4)), strict=True):
+    for group, stopped in zip(
+        free,
+        engine.generate(prompts, params(max_new_tokens=30, stop_token_ids=(single,)), range(4)),
+        strict=True,
+    ):
         for whole, cut in zip(group, stopped, strict=True):
             found = np.flatnonzero(whole.token_ids == single)
             length = found[0] + 1 if len(found) else len(whole.token_ids)
@@ -114,7 +133,8 @@ def test_a_prompt_that_cannot_be_served_is_named(build_engine, token_ids, messag
     publish(engine, model, version=1)
     with pytest.raises(UserError, match=message):
         engine.generate([Prompt(3, "", token_ids)], params(), range(2))
-    full = engine.generate([Prompt(3, "", (5,) * 116)], params(), [0])[0][0]  # 116 + 12 just fits the context of 128
+    # 116 + 12 just fits the context of 128
+    full = engine.generate([Prompt(3, "", (5,) * 116)], params(), [0])[0][0]
     assert len(full.token_ids) >= 1
 
 
@@ -123,7 +143,9 @@ def test_an_abort_returns_what_there_is(build_engine, prompts, model):
     publish(engine, model, version=1)
     whole = tokens(engine.generate(prompts, params(max_new_tokens=100), range(64)))
     result = []
-    thread = threading.Thread(target=lambda: result.append(engine.generate(prompts, params(max_new_tokens=100), range(64))))
+    thread = threading.Thread(
+        target=lambda: result.append(engine.generate(prompts, params(max_new_tokens=100), range(64)))
+    )
     thread.start()
     while thread.is_alive():
         time.sleep(0.005)
@@ -132,7 +154,8 @@ def test_an_abort_returns_what_there_is(build_engine, prompts, model):
     assert "abort" in reasons and len(reasons) == 256
     for group, complete in zip(tokens(result[0]), whole, strict=True):
         assert all(cut == full[: len(cut)] for cut, full in zip(group, complete, strict=True))
-    assert tokens(engine.generate(prompts, params(max_new_tokens=100), range(64))) == whole  # and the next call is whole again
+    # and the next call is whole again
+    assert tokens(engine.generate(prompts, params(max_new_tokens=100), range(64))) == whole
 
 
 def test_every_group_is_handed_over_once_as_it_is_returned(build_engine, prompts, model):
@@ -149,7 +172,9 @@ def test_every_group_is_handed_over_once_as_it_is_returned(build_engine, prompts
 
 
 def test_a_finished_group_is_handed_over_while_others_run(build_engine, prompts, model):
-    """The first group that ends aborts the rest: there is nothing left to abort where groups come only when all have ended."""
+    """The first group that ends aborts the rest: there is nothing left to abort where groups come only
+    when all have ended.
+    """
     engine = build_engine(config=EngineConfig(max_batch_completions=2))
     publish(engine, model, version=1)
     handed = []

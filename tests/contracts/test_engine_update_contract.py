@@ -1,4 +1,6 @@
-"""What every rollout engine must do with weights: an update is a transaction, and nothing stale or mixed is ever served."""
+"""What every rollout engine must do with weights: an update is a transaction, and nothing stale or mixed
+is ever served.
+"""
 
 import pytest
 import torch
@@ -55,14 +57,23 @@ def test_an_update_aborted_before_any_tensor_keeps_the_old_version(build_engine,
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda tensors: tensors.update({"model.layers.9.mlp.up_proj.weight": tensors[NAME]}), "layers.9.mlp.up_proj.*no such"),
+        (
+            lambda tensors: tensors.update({"model.layers.9.mlp.up_proj.weight": tensors[NAME]}),
+            "layers.9.mlp.up_proj.*no such",
+        ),
         (lambda tensors: tensors.pop(NAME), rf"missing: {NAME}"),
-        (lambda tensors: tensors.update({NAME: tensors[NAME].T}), rf"{NAME}.*shape \(32, 48\), the model's is \(48, 32\)"),
+        (
+            lambda tensors: tensors.update({NAME: tensors[NAME].T}),
+            rf"{NAME}.*shape \(32, 48\), the model's "
+            r"is \(48, 32\)",
+        ),
         (lambda tensors: tensors[NAME].view(-1)[5:6].fill_(torch.nan), rf"{NAME}.*not finite"),
         (lambda tensors: tensors[NAME].view(-1)[5:6].fill_(-torch.inf), rf"{NAME}.*not finite"),
     ],
 )
-def test_a_wrong_tensor_is_named_and_its_update_never_serves(build_engine, prompts, spoil, message, model, other_model):
+def test_a_wrong_tensor_is_named_and_its_update_never_serves(
+    build_engine, prompts, spoil, message, model, other_model
+):
     engine = build_engine()
     publish(engine, model, version=1)
     tensors = {name: tensor.clone() for name, tensor in weights(other_model)}

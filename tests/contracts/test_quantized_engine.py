@@ -1,4 +1,5 @@
-"""Engines whose model is quantised to blockwise float8: what is published is held bit for bit, and a server of the other kind is refused.
+"""Engines whose model is quantised to blockwise float8: what is published is held bit for bit, and a server
+of the other kind is refused.
 
 On a CPU vLLM runs such a model with a kernel of ours; SGLang needs AMX for it.
 """
@@ -19,17 +20,30 @@ from megagrpo.rollout.engines.quantization import is_quantized, scale_name
 from megagrpo.weights.block_fp8 import accumulate_amax, compute_scales, quantize_slice
 
 # The smallest that has whole blocks of 128 rows in every projection.
-CONFIG = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.fixture(scope="module")
 def quantized_folder(tmp_path_factory, tiny_hf_folder):
-    """(HF folder, bfloat16 model with large weights: its log-probs differ by far more than bfloat16 rounds)."""
+    """(HF folder, bfloat16 model with large weights: its log-probs differ by far more than bfloat16
+    rounds).
+    """
     tiny = tiny_hf_folder("qwen3", tie_word_embeddings=True)
     vocab_size = AutoConfig.from_pretrained(tiny).vocab_size
     torch.manual_seed(0)
     config = Qwen3Config(
-        **CONFIG, head_dim=64, vocab_size=vocab_size, max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.1
+        **CONFIG,
+        head_dim=64,
+        vocab_size=vocab_size,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
     )
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     folder = tmp_path_factory.mktemp("quantized")
@@ -71,7 +85,10 @@ def fused_checksums(tensors):
     """Of the parameters of a tensor parallel 1 engine; of the embedding, which is padded, none."""
     fused = {}
     for name, tensor in tensors.items():
-        for target, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+        for target, parts in (
+            ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+        ):
             if parts[0] in name:
                 rows = [tensors[name.replace(parts[0], part)].view(torch.uint8) for part in parts]
                 fused[name.replace(parts[0], target)] = checksum_of(torch.cat(rows))
@@ -92,10 +109,14 @@ def test_a_quantised_server_holds_and_computes_with_what_is_published(name, quan
     other = copy.deepcopy(model)
     for parameter in other.parameters():
         parameter.data.mul_(0.8)
-    engine = ENGINES.get(name)(folder, EngineConfig(name=name, quantization="fp8_block"), dtype=torch.bfloat16)
+    engine = ENGINES.get(name)(
+        folder, EngineConfig(name=name, quantization="fp8_block"), dtype=torch.bfloat16
+    )
     try:
         engine.check_model()
-        unaware = ENGINES.get(name)(folder, EngineConfig(name=name, addresses=(engine.address,)), dtype=torch.bfloat16)
+        unaware = ENGINES.get(name)(
+            folder, EngineConfig(name=name, addresses=(engine.address,)), dtype=torch.bfloat16
+        )
         with pytest.raises(UserError, match=r"engine\.quantization: none: .* is float8 at http"):
             unaware.check_model()
         publish(engine, model, version=1)
@@ -116,7 +137,9 @@ def test_a_quantised_server_holds_and_computes_with_what_is_published(name, quan
                 for prompt, group in zip(prompts, groups, strict=True):
                     for completion in group:
                         expected_logprobs, _ = teacher_forced(twin, prompt, completion)
-                        gaps[id(one)].append((expected_logprobs - torch.from_numpy(completion.logprobs)).abs().mean().item())
+                        gaps[id(one)].append(
+                            (expected_logprobs - torch.from_numpy(completion.logprobs)).abs().mean().item()
+                        )
             right, wrong = (sum(gaps[id(one)]) / len(gaps[id(one)]) for one in (published, replaced))
             assert right < 0.1 * wrong, (right, wrong)  # activations in bfloat16 against float32
     finally:
@@ -124,7 +147,9 @@ def test_a_quantised_server_holds_and_computes_with_what_is_published(name, quan
 
 
 @pytest.mark.parametrize("name", SERVER_NAMES)
-def test_a_server_that_is_not_quantised_is_refused_where_a_quantised_one_is_wanted(name, server_address, tiny_hf_folder):
+def test_a_server_that_is_not_quantised_is_refused_where_a_quantised_one_is_wanted(
+    name, server_address, tiny_hf_folder
+):
     config = EngineConfig(name=name, quantization="fp8_block", addresses=(server_address(name),))
     engine = ENGINES.get(name)(tiny_hf_folder("qwen3", tie_word_embeddings=True), config)
     with pytest.raises(UserError, match=r"engine\.quantization: fp8_block: the model has no float8 weights"):

@@ -1,4 +1,6 @@
-"""Every registered reward keeps the contract of `megagrpo/rewards/reward.py`. A new reward adds one line to CASES."""
+"""Every registered reward keeps the contract of `megagrpo/rewards/reward.py`. A new reward adds one line
+to CASES.
+"""
 
 import math
 import subprocess
@@ -19,7 +21,20 @@ CASES = {
     "format": ({}, "<think>a</think><answer>7</answer>", "7"),
     "math": ({"answer": "7"}, r"\boxed{7}", r"\boxed{8}"),
 }
-HARD_TEXTS = ("", " ", "\x00", "\\boxed{", "</answer>", "$" * 50, "½ 🙂 東京", "<think>" * 200, "word " * 2000, "-1e999", "1/0", "\ud800")
+HARD_TEXTS = (
+    "",
+    " ",
+    "\x00",
+    "\\boxed{",
+    "</answer>",
+    "$" * 50,
+    "½ 🙂 東京",
+    "<think>" * 200,
+    "word " * 2000,
+    "-1e999",
+    "1/0",
+    "\ud800",
+)
 EACH = pytest.mark.parametrize("name", REWARDS.names())
 
 
@@ -62,8 +77,12 @@ def test_a_missing_column_is_named(name):
 def test_rewards_load_without_torch_and_megatron():
     # a worker must start within two seconds, which an import of torch alone would take
     build = (
-        "from megagrpo.rewards import build, messages, worker; [build.build_scorer(messages.RewardSpec(n)) for n in build.REWARDS.names()]"
+        "from megagrpo.rewards import build, messages, worker; [build.build_scorer(messages.RewardSpec(n)) "
+        "for n in build.REWARDS.names()]"
     )
-    code = f"import sys; {build}; print([m for m in ('torch', 'megatron', 'pydantic', 'transformers') if m in sys.modules])"
+    code = (
+        f"import sys; {build}; print([m for m in ('torch', 'megatron', 'pydantic', 'transformers') if m "
+        "in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr

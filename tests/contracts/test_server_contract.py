@@ -1,4 +1,5 @@
-"""What an engine must do that is a server: buckets and their acknowledgements, followers, requests on their way, death.
+"""What an engine must do that is a server: buckets and their acknowledgements, followers, requests on their
+way, death.
 
 The servers are real ones; `make test-engines` runs this.
 """
@@ -14,7 +15,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_contract import SERVER_MARKS, SERVER_NAMES, TOLERANCE, assert_logprobs_match, params, publish, teacher_forced, tokens, weights
+from engine_contract import (
+    SERVER_MARKS,
+    SERVER_NAMES,
+    TOLERANCE,
+    assert_logprobs_match,
+    params,
+    publish,
+    teacher_forced,
+    tokens,
+    weights,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megagrpo.config.schema import EngineConfig
@@ -47,14 +58,20 @@ def test_every_rank_acknowledges_a_bucket_with_version_checksums_and_bytes(build
 
 
 @servers
-def test_a_checksum_that_differs_is_named_and_its_bucket_never_serves(build_engine, prompts, model, other_model):
+def test_a_checksum_that_differs_is_named_and_its_bucket_never_serves(
+    build_engine, prompts, model, other_model
+):
     engine = build_engine()
     publish(engine, model, version=1)
     engine.begin_update(2)
     with bucket_file(2, weights(other_model)[:3]) as manifest:
         first, *rest = manifest.tensors
         broken = replace(manifest, tensors=(replace(first, checksum="00000000"), *rest))
-        with pytest.raises(EngineError, match=rf"{first.name}.*checksum {first.checksum}, the sender's is 00000000"):
+        with pytest.raises(
+            EngineError,
+            match=rf"{first.name}.*checksum {first.checksum}, the sender's is "
+            r"00000000",
+        ):
             engine.receive(broken)
     engine.abort_update()
     with pytest.raises(EngineError, match="stale"):
@@ -64,7 +81,9 @@ def test_a_checksum_that_differs_is_named_and_its_bucket_never_serves(build_engi
 
 
 @servers
-def test_a_client_that_stops_in_the_middle_of_an_update_leaves_nothing_that_serves(build_engine, prompts, model, other_model):
+def test_a_client_that_stops_in_the_middle_of_an_update_leaves_nothing_that_serves(
+    build_engine, prompts, model, other_model
+):
     first = build_engine()
     publish(first, model, version=1)
     first.begin_update(2)
@@ -91,8 +110,12 @@ def test_a_follower_generates_what_its_owner_published(build_engine, prompts, mo
 
 
 @servers
-def test_a_request_on_its_way_goes_on_under_the_new_weights_and_says_from_which_token_on(build_engine, prompts, model, other_model):
-    """Each token's log-prob is that of the version it carries, given all tokens before it: nothing of the old keys and values is left."""
+def test_a_request_on_its_way_goes_on_under_the_new_weights_and_says_from_which_token_on(
+    build_engine, prompts, model, other_model
+):
+    """Each token's log-prob is that of the version it carries, given all tokens before it: nothing of the
+    old keys and values is left.
+    """
     engine = build_engine()
     publish(engine, model, version=1)
     result = []
@@ -109,7 +132,9 @@ def test_a_request_on_its_way_goes_on_under_the_new_weights_and_says_from_which_
             starts = [start for start, _ in completion.weight_versions] + [len(completion.token_ids)]
             for (start, version), end in zip(completion.weight_versions, starts[1:], strict=True):
                 right, _ = teacher_forced(expected[version], prompt, completion)
-                np.testing.assert_allclose(completion.logprobs[start:end], right[start:end].numpy(), atol=TOLERANCE, rtol=0)
+                np.testing.assert_allclose(
+                    completion.logprobs[start:end], right[start:end].numpy(), atol=TOLERANCE, rtol=0
+                )
             spans.add(tuple(version for _, version in completion.weight_versions))
     assert spans <= {(1,), (1, 2), (2,)} and (1, 2) in spans
 
@@ -123,12 +148,16 @@ def complete(engine, model, version):
 
 @pytest.fixture
 def requests_on_their_way(prompts, model):
-    """A function (engine) -> (thread, list that gets its completions): a generate() that has begun under version 1 of `model`."""
+    """A function (engine) -> (thread, list that gets its completions): a generate() that has begun under
+    version 1 of `model`.
+    """
 
     def start(engine):
         publish(engine, model, version=1)
         result = []
-        thread = threading.Thread(target=lambda: result.append(engine.generate(prompts, params(max_new_tokens=100), range(24))))
+        thread = threading.Thread(
+            target=lambda: result.append(engine.generate(prompts, params(max_new_tokens=100), range(24)))
+        )
         thread.start()
         time.sleep(0.3)
         return thread, result
@@ -137,7 +166,9 @@ def requests_on_their_way(prompts, model):
 
 
 @servers
-def test_a_version_that_is_not_verified_answers_the_probe_alone(build_engine, prompts, model, other_model, requests_on_their_way):
+def test_a_version_that_is_not_verified_answers_the_probe_alone(
+    build_engine, prompts, model, other_model, requests_on_their_way
+):
     engine = build_engine()
     thread, result = requests_on_their_way(engine)
     complete(engine, other_model, version=2)
@@ -147,8 +178,14 @@ def test_a_version_that_is_not_verified_answers_the_probe_alone(build_engine, pr
         assert_logprobs_match(other_model, prompts[:1], [[probe]])
     assert engine.weight_version is None
     assert (engine.health().state, engine.health().ready) == ("verifying", False)
-    for refused in (lambda: engine.generate(prompts, params(), range(2)), lambda: engine.begin_update(3), lambda: engine.load([])):
-        with pytest.raises(EngineError, match="the rollout engine is verifying: the new weights are not verified yet"):
+    for refused in (
+        lambda: engine.generate(prompts, params(), range(2)),
+        lambda: engine.begin_update(3),
+        lambda: engine.load([]),
+    ):
+        with pytest.raises(
+            EngineError, match="the rollout engine is verifying: the new weights are not verified yet"
+        ):
             refused()
     thread.join(2.0)
     assert thread.is_alive()  # what is on its way takes less than a second once it may go on
@@ -157,7 +194,11 @@ def test_a_version_that_is_not_verified_answers_the_probe_alone(build_engine, pr
     engine.serve_update(2)
     thread.join()
     assert engine.weight_version == 2
-    versions = {tuple(version for _, version in completion.weight_versions) for group in result[0] for completion in group}
+    versions = {
+        tuple(version for _, version in completion.weight_versions)
+        for group in result[0]
+        for completion in group
+    }
     assert versions <= {(1,), (1, 2), (2,)} and (1, 2) in versions
     with pytest.raises(EngineError, match="the rollout engine is serving"):
         engine.sample_probe(prompts[0], params())
@@ -173,7 +214,9 @@ def test_a_version_that_fails_its_probe_never_serves_and_the_next_one_heals(
     engine.sample_probe(prompts[0], params(max_new_tokens=8))
     engine.abort_update()  # what the publisher does where engine and trainer disagree
     thread.join()
-    served = {version for group in result[0] for completion in group for _, version in completion.weight_versions}
+    served = {
+        version for group in result[0] for completion in group for _, version in completion.weight_versions
+    }
     assert served == {1}
     assert "abort" in {completion.finish_reason for group in result[0] for completion in group}
     assert engine.weight_version is None and engine.health().state == "stale"
@@ -186,7 +229,10 @@ def test_a_version_that_fails_its_probe_never_serves_and_the_next_one_heals(
 
 def changes_of(manifest, unchanged, base):
     """A bucket that says of further tensors that they are what they were."""
-    left_out = (TensorEntry(name, "float32", tuple(tensor.shape), 0, 0, "00000000", None, ()) for name, tensor in unchanged)
+    left_out = (
+        TensorEntry(name, "float32", tuple(tensor.shape), 0, 0, "00000000", None, ())
+        for name, tensor in unchanged
+    )
     return replace(manifest, tensors=(*manifest.tensors, *left_out), base=base)
 
 
@@ -197,11 +243,14 @@ def test_tensors_that_did_not_change_are_left_out_of_an_update(build_engine, pro
     name, tensor = weights(other_model)[2]
     unchanged = [(other, value) for other, value in weights(model) if other != name]
     dict(model.named_parameters())[name].data.copy_(tensor)
-    for version in (2, 3):  # the second time the engine holds another version than the one that the changes are to
+    # the second time the engine holds another version than the one that the changes are to
+    for version in (2, 3):
         engine.begin_update(version)
         with bucket_file(version, [(name, tensor)]) as manifest:
             if version == 3:
-                with pytest.raises(EngineError, match="changes to version 1 came, this engine rank holds version 2"):
+                with pytest.raises(
+                    EngineError, match="changes to version 1 came, this engine rank holds version 2"
+                ):
                     engine.receive(changes_of(manifest, unchanged, base=1))
                 engine.abort_update()
                 continue
@@ -213,17 +262,30 @@ def test_tensors_that_did_not_change_are_left_out_of_an_update(build_engine, pro
 
 
 def fused_parameters(model, shapes):
-    """The parameters of a tensor parallel 1 engine, fused from a model's; the vocabulary's padding is zeros."""
+    """The parameters of a tensor parallel 1 engine, fused from a model's; the vocabulary's padding is
+    zeros.
+    """
     tensors = dict(weights(model))
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for name, shape in shapes.items():
         fused = next((fused for fused in parts if fused in name), None)
-        tensor = torch.cat([tensors[name.replace(fused, part)] for part in parts[fused]]) if fused else tensors[name]
-        yield name, torch.nn.functional.pad(tensor, (0, 0, 0, shape[0] - len(tensor))) if tensor.ndim == 2 else tensor
+        tensor = (
+            torch.cat([tensors[name.replace(fused, part)] for part in parts[fused]])
+            if fused
+            else tensors[name]
+        )
+        yield (
+            name,
+            torch.nn.functional.pad(tensor, (0, 0, 0, shape[0] - len(tensor)))
+            if tensor.ndim == 2
+            else tensor,
+        )
 
 
 @pytest.mark.parametrize("build_engine", [pytest.param("vllm", marks=SERVER_MARKS)], indirect=True)
-def test_slices_written_into_fused_parameters_equal_the_engines_own_loading_bit_for_bit(build_engine, prompts, model, other_model):
+def test_slices_written_into_fused_parameters_equal_the_engines_own_loading_bit_for_bit(
+    build_engine, prompts, model, other_model
+):
     engine = build_engine()
     publish(engine, other_model, version=1)
     (loaded,) = engine.parameter_checksums()
@@ -244,8 +306,12 @@ def test_slices_written_into_fused_parameters_equal_the_engines_own_loading_bit_
 def test_families_and_tensor_parallel_engines_agree_with_transformers(
     name, family, tensor_parallel, tiny_hf_folder, tiny_model, prompts, publish_through_a_group
 ):
-    """Untied output layers, biases, experts; an engine of two ranks, which are members of a process group with trainer ranks too."""
-    engine = ENGINES.get(name)(tiny_hf_folder(family), EngineConfig(name=name, tensor_parallel=tensor_parallel))
+    """Untied output layers, biases, experts; an engine of two ranks, which are members of a process group
+    with trainer ranks too.
+    """
+    engine = ENGINES.get(name)(
+        tiny_hf_folder(family), EngineConfig(name=name, tensor_parallel=tensor_parallel)
+    )
     try:
         for version, factor in ((1, 1.0), (2, 0.8)):
             model = tiny_model(family)
@@ -257,14 +323,17 @@ def test_families_and_tensor_parallel_engines_agree_with_transformers(
             engine.commit_update(version)
             assert_logprobs_match(model, prompts, engine.generate(prompts, params(), range(4)))
         if tensor_parallel > 1:
-            layouts = ("full", "sharded") if name == "vllm" else ("full",)  # SGLang pads these small layers on a CPU
+            # SGLang pads these small layers on a CPU
+            layouts = ("full", "sharded") if name == "vllm" else ("full",)
             publish_through_a_group(name, engine.address, tiny_hf_folder(family), tensor_parallel, layouts)
     finally:
         engine.close()
 
 
 @server_names
-def test_a_server_whose_workers_die_is_told_started_anew_and_generates_the_same(name, tiny_hf_folder, prompts, model):
+def test_a_server_whose_workers_die_is_told_started_anew_and_generates_the_same(
+    name, tiny_hf_folder, prompts, model
+):
     folder = tiny_hf_folder("qwen3", tie_word_embeddings=True)
     config = EngineConfig(name=name, max_restarts=1, request_timeout_seconds=90)
     engine = ENGINES.get(name)(folder, config)
@@ -285,7 +354,10 @@ def test_a_server_whose_workers_die_is_told_started_anew_and_generates_the_same(
         for child in psutil.Process(engine.pid).children(recursive=True):
             child.kill()
         thread.join()
-        assert failure and not engine.health().ready and engine.health().state == "dead", (failure, engine.health())
+        assert failure and not engine.health().ready and engine.health().state == "dead", (
+            failure,
+            engine.health(),
+        )
         assert engine.weight_version is None
         with pytest.raises(EngineError, match="the rollout engine is dead: "):
             engine.generate(prompts, params(), range(2))
@@ -302,8 +374,11 @@ def test_a_server_whose_workers_die_is_told_started_anew_and_generates_the_same(
         engine.close()
 
 
-@pytest.mark.parametrize("name", [pytest.param("vllm", marks=SERVER_MARKS)])  # SGLang's: test_sglang_engine.py
-def test_trainer_ranks_publish_straight_to_the_servers_ranks(name, server_address, tiny_hf_folder, publish_through_a_group):
+# SGLang's: test_sglang_engine.py
+@pytest.mark.parametrize("name", [pytest.param("vllm", marks=SERVER_MARKS)])
+def test_trainer_ranks_publish_straight_to_the_servers_ranks(
+    name, server_address, tiny_hf_folder, publish_through_a_group
+):
     publish_through_a_group(name, server_address(name), tiny_hf_folder("qwen3", tie_word_embeddings=True))
 
 
@@ -311,7 +386,9 @@ def test_trainer_ranks_publish_straight_to_the_servers_ranks(name, server_addres
 def test_a_model_that_the_engine_does_not_know_is_one_line_at_the_start(name, tiny_hf_folder, tmp_path):
     shutil.copytree(tiny_hf_folder("qwen3"), tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["UnheardOfForCausalLM"]}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps(config | {"architectures": ["UnheardOfForCausalLM"]})
+    )
     with pytest.raises(UserError, match=rf"engine.name: {name}: .*UnheardOfForCausalLM") as raised:
         ENGINES.get(name)(tmp_path / "model", EngineConfig(name=name), log_file=tmp_path / "log")
     assert "\n" not in str(raised.value) and str(tmp_path / "log") in str(raised.value)
@@ -328,7 +405,11 @@ def smollm2():
     """(folder, model, tokenizer) of SmolLM2-135M as `make smollm2` leaves it."""
     if not (SMOLLM2 / "model.safetensors").is_file():
         pytest.skip(f"{SMOLLM2} is not there: python examples/smollm2_arithmetic/prepare.py {SMOLLM2}")
-    return SMOLLM2, AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(SMOLLM2)
+    return (
+        SMOLLM2,
+        AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval(),
+        AutoTokenizer.from_pretrained(SMOLLM2),
+    )
 
 
 @server_names

@@ -1,7 +1,7 @@
 """What `engine.sleep_while_training` asks of servers, as far as it can be seen without a GPU.
 
-`test_weights_survive_sleep` of the contract makes the calls on real servers; on a CPU these stop decoding and drop their caches, but have
-no memory to give back.
+`test_weights_survive_sleep` of the contract makes the calls on real servers; on a CPU these stop decoding and
+drop their caches, but have no memory to give back.
 """
 
 import json
@@ -35,7 +35,9 @@ print(parser.parse_args(json.loads(sys.argv[1])).enable_memory_saver)
 }
 
 
-@pytest.mark.parametrize("build_engine", [name for name in SERVER_NAMES if name.values[0] == "vllm"], indirect=True)
+@pytest.mark.parametrize(
+    "build_engine", [name for name in SERVER_NAMES if name.values[0] == "vllm"], indirect=True
+)
 def test_a_vllm_server_sleeps_and_wakes(build_engine, prompts, model):
     engine = build_engine()
     publish(engine, model, version=1)
@@ -48,12 +50,20 @@ def test_a_vllm_server_sleeps_and_wakes(build_engine, prompts, model):
 
 @pytest.mark.parametrize("build_engine", SERVER_NAMES, indirect=True)
 def test_a_gpu_server_is_started_with_options_that_it_knows(build_engine):
-    """Sleep must be allowed at the start. The installed server's own parser reads the command that a GPU server would get."""
+    """Sleep must be allowed at the start. The installed server's own parser reads the command that a GPU
+    server would get.
+    """
     engine = build_engine()
     name = engine.config.name
     engine.device = torch.device("cuda")
     python, _, *options = engine.server_command(find_python(None, PACKAGES[name]), port=1)
     arguments = [option for option in options if option != "--end-with-parent"]
-    ran = subprocess.run([python, "-c", PARSE[name], json.dumps(arguments)], capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(
+        [python, "-c", PARSE[name], json.dumps(arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.split()[-1] == "True"

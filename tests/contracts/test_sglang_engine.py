@@ -1,4 +1,5 @@
-"""What an SGLang server of ours does beyond the contract, on a mixture of experts, on one server for all tests.
+"""What an SGLang server of ours does beyond the contract, on a mixture of experts, on one server for all
+tests.
 
 Log-probs are held to 2e-5 of teacher-forced float32 transformers, as in the contract.
 """
@@ -21,14 +22,22 @@ from megagrpo.types import Prompt
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 FAMILY, ROWS = "qwen3_moe", 16
-SHAPE = {"moe_intermediate_size": 32}  # SGLang pads the experts of a CPU to multiples of 32; a padded one has no sharded form of ours
-CONFIG = EngineConfig(name="sglang", max_batch_completions=ROWS, request_timeout_seconds=60, options={"enable_return_routed_experts": True})
+# SGLang pads the experts of a CPU to multiples of 32; a padded one has no sharded form of ours
+SHAPE = {"moe_intermediate_size": 32}
+CONFIG = EngineConfig(
+    name="sglang",
+    max_batch_completions=ROWS,
+    request_timeout_seconds=60,
+    options={"enable_return_routed_experts": True},
+)
 
 
 @pytest.fixture(scope="module")
 def server(tiny_hf_folder, tmp_path_factory):
     """The engine that owns the server."""
-    engine = ENGINES.get("sglang")(tiny_hf_folder(FAMILY, **SHAPE), CONFIG, log_file=tmp_path_factory.mktemp("sglang") / "server.log")
+    engine = ENGINES.get("sglang")(
+        tiny_hf_folder(FAMILY, **SHAPE), CONFIG, log_file=tmp_path_factory.mktemp("sglang") / "server.log"
+    )
     yield engine
     engine.close()
 
@@ -74,16 +83,25 @@ def teacher_forced(model, prompt, completion):
 def assert_sampled_by(model, prompts, groups):
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
-            np.testing.assert_allclose(completion.logprobs, teacher_forced(model, prompt, completion), atol=TOLERANCE, rtol=0)
+            np.testing.assert_allclose(
+                completion.logprobs, teacher_forced(model, prompt, completion), atol=TOLERANCE, rtol=0
+            )
 
 
 def test_it_draws_the_very_tokens_of_the_embedded_engine(connect, models, prompts, tiny_hf_folder):
     engine = connect()
     publish(engine, models[0], 1)
     embedded = ENGINES.get("transformers")(tiny_hf_folder(FAMILY, **SHAPE), EngineConfig(), load_weights=True)
-    for fields in ({}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 4, "stop": ("1", "ab")}, {"temperature": 0.0}):
+    for fields in (
+        {},
+        {"temperature": 0.7, "top_p": 0.8},
+        {"top_k": 4, "stop": ("1", "ab")},
+        {"temperature": 0.0},
+    ):
         sampling = params(max_new_tokens=40, **fields)
-        assert tokens(engine.generate(prompts, sampling, range(6))) == tokens(embedded.generate(prompts, sampling, range(6)))
+        assert tokens(engine.generate(prompts, sampling, range(6))) == tokens(
+            embedded.generate(prompts, sampling, range(6))
+        )
 
 
 def test_prompts_that_are_computed_beforehand_give_the_same(connect, models, prompts):
@@ -103,20 +121,29 @@ def test_routed_experts_are_those_of_the_models_routers(connect, models, prompts
             ids = torch.tensor([[*prompt.token_ids, *completion.token_ids.tolist()]])
             with torch.no_grad():
                 layers = models[0](ids, output_router_logits=True).router_logits
-            expected = np.stack([layer[:-1].topk(2).indices.sort().values.numpy() for layer in layers], axis=1)  # [P + L - 1, layers, 2]
+            # [P + L - 1, layers, 2]
+            expected = np.stack(
+                [layer[:-1].topk(2).indices.sort().values.numpy() for layer in layers], axis=1
+            )
             assert completion.routed_experts.shape == expected.shape
             assert (np.sort(completion.routed_experts) == expected).all()
 
 
 def test_requests_on_their_way_go_on_under_the_new_weights_and_say_from_which_token_on(connect, models):
-    """Each token's log-prob is that of the version that its span names: neither half-written weights nor keys of old ones had a part."""
+    """Each token's log-prob is that of the version that its span names: neither half-written weights nor
+    keys of old ones had a part.
+    """
     generating, publishing = connect(), connect()
     publish(generating, models[0], 1)
     prompts = [Prompt(id=place, text="", token_ids=(5 + place % 40, 7, 9, 11)) for place in range(3 * ROWS)]
     first_is_done, result = threading.Event(), []
 
     def generate():
-        result.extend(generating.generate(prompts, params(max_new_tokens=100), [0], on_group=lambda *_: first_is_done.set()))
+        result.extend(
+            generating.generate(
+                prompts, params(max_new_tokens=100), [0], on_group=lambda *_: first_is_done.set()
+            )
+        )
 
     thread = threading.Thread(target=generate)
     thread.start()
@@ -131,10 +158,15 @@ def test_requests_on_their_way_go_on_under_the_new_weights_and_say_from_which_to
         for (start, version), end in zip(completion.weight_versions, starts[1:], strict=True):
             expected = teacher_forced(models[version - 1], prompt, completion)[start:end]
             np.testing.assert_allclose(completion.logprobs[start:end], expected, atol=TOLERANCE, rtol=0)
-    assert mixed and {version for (completion,) in result for _, version in completion.weight_versions} == {1, 2}
+    assert mixed and {version for (completion,) in result for _, version in completion.weight_versions} == {
+        1,
+        2,
+    }
 
 
-def test_sharded_weights_are_bit_for_bit_what_the_servers_own_loader_makes_of_full_ones(connect, models, prompts):
+def test_sharded_weights_are_bit_for_bit_what_the_servers_own_loader_makes_of_full_ones(
+    connect, models, prompts
+):
     engine = connect()
     checksums = {}
     for version, layout in enumerate(("full", "sharded"), start=1):
@@ -197,7 +229,10 @@ def test_an_unreadable_instruction_is_refused_and_the_server_lives(connect, mode
     engine = connect()
     publish(engine, models[0], 1)
     with pytest.raises(EngineError, match="not an instruction"):
-        engine.client.call("/update_weights_from_tensor", {"serialized_named_tensors": [payload], "load_format": "megagrpo_manifest"})
+        engine.client.call(
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": [payload], "load_format": "megagrpo_manifest"},
+        )
     assert_sampled_by(models[0], prompts, engine.generate(prompts, params(), [0]))
 
 

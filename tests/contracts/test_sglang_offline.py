@@ -1,4 +1,6 @@
-"""`sglang.Engine` in the child process (`engine.offline`): the engine contract once more, on one process for all of it."""
+"""`sglang.Engine` in the child process (`engine.offline`): the engine contract once more, on one process
+for all of it.
+"""
 
 import psutil
 import pytest
@@ -30,7 +32,9 @@ def owner(tiny_hf_folder, tmp_path_factory):
     """The engine that started the process."""
     log_file = tmp_path_factory.mktemp("offline") / "engine.log"
     config = EngineConfig(name="sglang", offline=True)
-    engine = ENGINES.get("sglang")(tiny_hf_folder("qwen3", tie_word_embeddings=True), config, log_file=log_file)
+    engine = ENGINES.get("sglang")(
+        tiny_hf_folder("qwen3", tie_word_embeddings=True), config, log_file=log_file
+    )
     yield engine
     engine.close()
 
@@ -41,8 +45,12 @@ def build_engine(owner, tiny_hf_folder):
     built = []
 
     def build_engine(config=None, **options):
-        config = (config or EngineConfig()).model_copy(update={"name": "sglang", "addresses": (owner.address,)})
-        built.append(ENGINES.get("sglang")(tiny_hf_folder("qwen3", tie_word_embeddings=True), config, **options))
+        config = (config or EngineConfig()).model_copy(
+            update={"name": "sglang", "addresses": (owner.address,)}
+        )
+        built.append(
+            ENGINES.get("sglang")(tiny_hf_folder("qwen3", tie_word_embeddings=True), config, **options)
+        )
         return built[-1]
 
     yield build_engine
@@ -59,7 +67,9 @@ def test_there_is_no_http_server_of_sglangs(owner):
 
 def test_trainer_ranks_publish_straight_to_its_ranks(owner, tiny_hf_folder, publish_through_a_group):
     """Whole tensors: SGLang pads these small layers on a CPU."""
-    publish_through_a_group("sglang", owner.address, tiny_hf_folder("qwen3", tie_word_embeddings=True), layouts=("full",))
+    publish_through_a_group(
+        "sglang", owner.address, tiny_hf_folder("qwen3", tie_word_embeddings=True), layouts=("full",)
+    )
 
 
 def test_it_ends_when_its_scheduler_dies(owner):

@@ -18,7 +18,8 @@ def dense_reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("invariance")
     torch.manual_seed(1)
     config = Qwen3Config(
-        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4,
         head_dim=16, max_position_embeddings=128, tie_word_embeddings=True,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
@@ -38,8 +39,10 @@ def moe_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moe") / "model"
     torch.manual_seed(2)
     config = Qwen3MoeConfig(
-        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, max_position_embeddings=128, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16, max_position_embeddings=128, tie_word_embeddings=False, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32,
         norm_topk_prob=True,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)

@@ -22,19 +22,27 @@ LLAMA3_ROPE = {
 EXPERTS = {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
-    "llama_tied_llama3_rope": LlamaConfig(**{**SHAPE, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
-    "llama_linear_rope": LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
+    "llama_tied_llama3_rope": LlamaConfig(
+        **{**SHAPE, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}
+    ),
+    "llama_linear_rope": LlamaConfig(
+        **SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    ),
     "qwen2": Qwen2Config(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen2_tied": Qwen2Config(**{**SHAPE, "tie_word_embeddings": True}),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3_tied": Qwen3Config(**{**SHAPE, "tie_word_embeddings": True}, head_dim=32),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts_per_tok=2, norm_topk_prob=True),
-    "qwen3_moe_tied_unnormalised": Qwen3MoeConfig(**{**SHAPE, "tie_word_embeddings": True}, **EXPERTS, num_experts_per_tok=3),
+    "qwen3_moe_tied_unnormalised": Qwen3MoeConfig(
+        **{**SHAPE, "tie_word_embeddings": True}, **EXPERTS, num_experts_per_tok=3
+    ),
 }
 
 
 def write_models(root: Path) -> None:
-    """Write one HF folder for each; norms and biases are perturbed, since ones and zeros would hide a swapped tensor."""
+    """Write one HF folder for each; norms and biases are perturbed, since ones and zeros would hide a
+    swapped tensor.
+    """
     torch.manual_seed(0)
     for name, config in CONFIGS.items():
         model = AutoModelForCausalLM.from_config(config)

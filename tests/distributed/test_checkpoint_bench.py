@@ -29,8 +29,16 @@ def test_the_quick_table_has_all_rows(tmp_path):
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["operation"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
-    assert list(rows) == [f"save {kind}, {when}" for kind in ("sync", "async", "export") for when in ("first", "later")] + ["load"]
+    assert list(rows) == [
+        f"save {kind}, {when}" for kind in ("sync", "async", "export") for when in ("first", "later")
+    ] + ["load"]
     for name, row in rows.items():
-        expected = {"load_seconds", "verify_seconds"} if name == "load" else {"stall_seconds", "complete_seconds", "slowdown", "bytes"}
-        assert {"peak_extra_bytes", "own_shard_bytes", *expected} <= row.keys() and all(row[field] > 0 for field in expected)
+        expected = (
+            {"load_seconds", "verify_seconds"}
+            if name == "load"
+            else {"stall_seconds", "complete_seconds", "slowdown", "bytes"}
+        )
+        assert {"peak_extra_bytes", "own_shard_bytes", *expected} <= row.keys() and all(
+            row[field] > 0 for field in expected
+        )
     assert not list(tmp_path.glob("bench_checkpoint_*"))

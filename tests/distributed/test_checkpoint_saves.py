@@ -1,4 +1,6 @@
-"""Background saves on two ranks: the values of the moment they began, each byte once, and failures that all ranks hear of."""
+"""Background saves on two ranks: the values of the moment they began, each byte once, and failures that
+all ranks hear of.
+"""
 
 import pytest
 from torchrun_launch import run_torchrun

@@ -1,4 +1,6 @@
-"""A checkpoint is written by the rank itself: no forked writer, whose silent death would leave the rank waiting for ever."""
+"""A checkpoint is written by the rank itself: no forked writer, whose silent death would leave the rank
+waiting for ever.
+"""
 
 import subprocess
 import sys
@@ -26,7 +28,9 @@ def test_saving_forks_no_process_and_tells_a_full_disk(tmp_path):
         convert_hf_to_megatron("examples/quickstart/model", sys.argv[1] + "/bad")
         """
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200
+    )
     assert (tmp_path / "good" / ".metadata").is_file(), done.stderr
     assert done.returncode != 0 and "No space left on device" in done.stderr
     assert not (tmp_path / "bad").exists()

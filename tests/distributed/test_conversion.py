@@ -1,4 +1,6 @@
-"""tools/: an HF folder becomes a Megatron checkpoint and comes back bit-equal; the checkpoint is a model.path too."""
+"""tools/: an HF folder becomes a Megatron checkpoint and comes back bit-equal; the checkpoint is a
+model.path too.
+"""
 
 import subprocess
 import sys
@@ -9,7 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 FAMILIES = {
     "quickstart_qwen3": None,
     "llama": LlamaConfig(vocab_size=37, **SHAPE),
@@ -18,15 +26,30 @@ FAMILIES = {
 
 
 def tool(name, *arguments):
-    return subprocess.run([sys.executable, f"tools/{name}.py", *map(str, arguments)], capture_output=True, text=True, timeout=200)
+    return subprocess.run(
+        [sys.executable, f"tools/{name}.py", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
 
 
 @pytest.mark.distributed
 def test_the_command_converts_too(tmp_path):
-    command = [sys.executable, "-m", "megagrpo.cli", "convert", "hf-to-megatron", "examples/quickstart/model", str(tmp_path / "checkpoint")]
+    command = [
+        sys.executable,
+        "-m",
+        "megagrpo.cli",
+        "convert",
+        "hf-to-megatron",
+        "examples/quickstart/model",
+        str(tmp_path / "checkpoint"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "checkpoint" / ".metadata").is_file() and (tmp_path / "checkpoint" / "hf_files" / "tokenizer.json").is_file()
+    assert (tmp_path / "checkpoint" / ".metadata").is_file() and (
+        tmp_path / "checkpoint" / "hf_files" / "tokenizer.json"
+    ).is_file()
 
 
 @pytest.mark.distributed
@@ -43,7 +66,10 @@ def test_conversion_and_back_is_bit_equal(tmp_path, family):
     ):
         done = tool(name, *arguments)
         assert done.returncode == 0, done.stderr
-    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    before, after = (
+        load_file(source / "model.safetensors"),
+        load_file(tmp_path / "back" / "model.safetensors"),
+    )
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     AutoModelForCausalLM.from_pretrained(tmp_path / "back")
 
@@ -51,4 +77,6 @@ def test_conversion_and_back_is_bit_equal(tmp_path, family):
 @pytest.mark.distributed
 def test_a_target_that_exists_is_refused_in_one_line(tmp_path):
     done = tool("convert_megatron_to_hf", "examples/quickstart/model", tmp_path)
-    assert done.returncode == 2 and done.stderr.strip().endswith("not a Megatron checkpoint (no .metadata and hf_files/ in it)")
+    assert done.returncode == 2 and done.stderr.strip().endswith(
+        "not a Megatron checkpoint (no .metadata and hf_files/ in it)"
+    )

@@ -9,8 +9,36 @@ from torchrun_launch import run_torchrun
     ("ranks", "layouts"),
     [
         (1, ["tp1pp1"]),
-        (2, ["tp2pp1", "tp2pp1sp", "tp1pp2", "cp2", "tp1pp1", "ep2", "ep2allgather", "etp2", "tp2spetp1", "tp2spetp1ep2"]),
-        (4, ["tp2pp2", "tp2pp2sp", "tp1pp4", "tp4pp1", "tp2pp1", "cp4", "tp2cp2sp", "pp2ep2", "tp2spep2", "ep2etp2allgather"]),
+        (
+            2,
+            [
+                "tp2pp1",
+                "tp2pp1sp",
+                "tp1pp2",
+                "cp2",
+                "tp1pp1",
+                "ep2",
+                "ep2allgather",
+                "etp2",
+                "tp2spetp1",
+                "tp2spetp1ep2",
+            ],
+        ),
+        (
+            4,
+            [
+                "tp2pp2",
+                "tp2pp2sp",
+                "tp1pp4",
+                "tp4pp1",
+                "tp2pp1",
+                "cp4",
+                "tp2cp2sp",
+                "pp2ep2",
+                "tp2spep2",
+                "ep2etp2allgather",
+            ],
+        ),
     ],
 )
 def test_megatron_equals_transformers_and_exports_what_it_imported(family_folders, ranks, layouts):

@@ -1,14 +1,18 @@
-"""Every loss and aggregation with a rollout correction, in every kind of layout: loss, gradients, grad-norm and all metrics.
+"""Every loss and aggregation with a rollout correction, in every kind of layout: loss, gradients, grad-norm
+and all metrics.
 
-Why the numbers must not change. Besides what test_layout_invariance.py derives: a sequence's statistic (the ratio of gspo and gmpo, the
-correction's importance weight and rejection) is a sum over its tokens, which context parallel ranks add up before anything is made of
-it. The weights of the tokens count what the correction kept, on all replicas, before the first micro-batch. Metrics travel as sums and
-counts or extrema, so where they were taken does not matter.
+Why the numbers must not change. Besides what test_layout_invariance.py derives: a sequence's statistic (the
+ratio of gspo and gmpo, the correction's importance weight and rejection) is a sum over its tokens, which
+context parallel ranks add up before anything is made of it. The weights of the tokens count what the
+correction kept, on all replicas, before the first micro-batch. Metrics travel as sums and counts or extrema,
+so where they were taken does not matter.
 
-The batch has lengths from 1 to the limit, a missing, an aborted, a rejected and a fully masked completion, and masked tokens; clipping
-and the KL term act in the second epoch. AdamW's eps is made large, so that the first step amplifies no rounding into the second.
+The batch has lengths from 1 to the limit, a missing, an aborted, a rejected and a fully masked completion,
+and masked tokens; clipping and the KL term act in the second epoch. AdamW's eps is made large, so that the
+first step amplifies no rounding into the second.
 
-With experts, an expert's gradient is the sum over the tokens that chose it, wherever they were computed (see test_moe_invariance.py).
+With experts, an expert's gradient is the sum over the tokens that chose it, wherever they were computed (see
+test_moe_invariance.py).
 
 Not covered here: bf16, Transformer Engine, NCCL.
 """
@@ -30,11 +34,15 @@ MOE = {
 
 
 def one_rank_first(model, algorithms, cases, folder):
-    """Write the dense results and the metrics of one rank; return what the worker takes: model, both files."""
+    """Write the dense results and the metrics of one rank; return what the worker takes: model, both
+    files.
+    """
     import dense_update
 
     torch.save(dense_update.expected_results(model, algorithms), folder / "dense.pt")
-    run_torchrun(1, "update_matrix_worker.py", model, folder / "dense.pt", folder / "single.pt", *cases.split())
+    run_torchrun(
+        1, "update_matrix_worker.py", model, folder / "dense.pt", folder / "single.pt", *cases.split()
+    )
     return model, folder / "dense.pt", folder / "single.pt"
 
 
@@ -55,7 +63,9 @@ def moe_results(moe_model, tmp_path_factory):
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_loss_and_aggregation_equals_the_dense_reference_and_one_rank(dense_results, ranks):
-    assert "MATRIX EQUAL" in run_torchrun(ranks, "update_matrix_worker.py", *dense_results, *DENSE[ranks].split())
+    assert "MATRIX EQUAL" in run_torchrun(
+        ranks, "update_matrix_worker.py", *dense_results, *DENSE[ranks].split()
+    )
 
 
 @pytest.mark.distributed

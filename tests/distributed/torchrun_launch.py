@@ -1,4 +1,6 @@
-"""Launches a worker script under torchrun (gloo, loopback, a free port) with a hard time-out: a dead or hung rank fails in seconds."""
+"""Launches a worker script under torchrun (gloo, loopback, a free port) with a hard time-out: a dead or
+hung rank fails in seconds.
+"""
 
 import os
 import signal
@@ -19,10 +21,26 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_torchrun(ranks: int, target: str | list[str], *arguments: object, timeout_seconds: int = 240, expect_failure: bool = False) -> str:
-    """Run `target` (a file in workers/, or `["-m", module]`) on `ranks` ranks and return its output; any non-zero exit fails the test."""
+def run_torchrun(
+    ranks: int,
+    target: str | list[str],
+    *arguments: object,
+    timeout_seconds: int = 240,
+    expect_failure: bool = False,
+) -> str:
+    """Run `target` (a file in workers/, or `["-m", module]`) on `ranks` ranks and return its output; any
+    non-zero exit fails the test.
+    """
     command = [str(WORKERS / target)] if isinstance(target, str) else target
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-addr",
+        "127.0.0.1",
+    ]
     environment = {**os.environ, **thread_environment(ranks), "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(
         [*launcher, "--master-port", str(free_port()), *command, *map(str, arguments)],

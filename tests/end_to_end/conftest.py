@@ -26,10 +26,14 @@ def run_all(tmp_path_factory):
     from small_runs import QUICKSTART, SMALL
     from torchrun_launch import run_torchrun
 
-    def launch(ranks: int, runs: dict[str, list[str]], root: Path | None = None, worker: str = "runs_worker.py") -> dict[str, Path]:
+    def launch(
+        ranks: int, runs: dict[str, list[str]], root: Path | None = None, worker: str = "runs_worker.py"
+    ) -> dict[str, Path]:
         root = root or tmp_path_factory.mktemp("runs")
         folders = {name: root / name for name in runs}
-        jobs = [[QUICKSTART, [*SMALL, f"run.dir={folders[name]}", *overrides]] for name, overrides in runs.items()]
+        jobs = [
+            [QUICKSTART, [*SMALL, f"run.dir={folders[name]}", *overrides]] for name, overrides in runs.items()
+        ]
         run_torchrun(ranks, worker, json.dumps(jobs), timeout_seconds=400)
         return folders
 

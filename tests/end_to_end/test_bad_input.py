@@ -1,4 +1,6 @@
-"""A user's mistake ends the run on all ranks with one clear line and a non-zero exit code, and no rank hangs."""
+"""A user's mistake ends the run on all ranks with one clear line and a non-zero exit code, and no rank
+hangs.
+"""
 
 import json
 import os
@@ -64,8 +66,16 @@ def start(*overrides, ranks=1):
             "127.0.0.1:0",
             "-m",
         ]
-    command = [*launcher, "megagrpo.train", "examples/quickstart/quickstart.yaml", "rollout.prompts_per_step=4", *map(str, overrides)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    command = [
+        *launcher,
+        "megagrpo.train",
+        "examples/quickstart/quickstart.yaml",
+        "rollout.prompts_per_step=4",
+        *map(str, overrides),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONWARNINGS": "ignore"}
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -86,7 +96,9 @@ def one_line(output, *parts):
     ],
 )
 def test_a_broken_model_folder_is_named(broken_model, tmp_path, breakage, parts):
-    code, output = start(f"model.path={broken_model(breakage)}", "parallel.tp=1", f"run.dir={tmp_path / 'run'}")
+    code, output = start(
+        f"model.path={broken_model(breakage)}", "parallel.tp=1", f"run.dir={tmp_path / 'run'}"
+    )
     assert code == 2
     one_line(output, *parts)
 
@@ -101,17 +113,23 @@ def test_data_that_cannot_train_is_named(user_code, tmp_path, source, parts):
     one_line(output, *parts)
 
 
-@pytest.mark.parametrize(("reward", "parts"), [("raises", ("ZeroDivisionError",)), ("nan", ("nan",)), ("short", ("1 value",))])
+@pytest.mark.parametrize(
+    ("reward", "parts"), [("raises", ("ZeroDivisionError",)), ("nan", ("nan",)), ("short", ("1 value",))]
+)
 def test_a_reward_that_misbehaves_stops_all_ranks(user_code, tmp_path, reward, parts):
     """Under torchrun: the first rank to notice ends the others; nobody waits in a collective."""
-    code, output = start(f"rewards.functions.0.name={user_code}:{reward}", f"run.dir={tmp_path / 'run'}", ranks=2)
+    code, output = start(
+        f"rewards.functions.0.name={user_code}:{reward}", f"run.dir={tmp_path / 'run'}", ranks=2
+    )
     assert code != 0
     mine = [line for line in output.splitlines() if f"user.py:{reward}" in line]
     assert mine and all(part in mine[0] for part in parts), output
 
 
 def test_mistakes_of_several_sections_are_told_at_once(tmp_path):
-    code, output = start("rollout.temprature=1", "parallel.tp=3", "optimizer.lr=-1", f"run.dir={tmp_path / 'run'}")
+    code, output = start(
+        "rollout.temprature=1", "parallel.tp=3", "optimizer.lr=-1", f"run.dir={tmp_path / 'run'}"
+    )
     assert code == 2
     one_line(output, "rollout.temprature: not a field; did you mean temperature?")
     one_line(output, "optimizer.lr", "-1")

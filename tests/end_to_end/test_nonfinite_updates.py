@@ -1,4 +1,6 @@
-"""A loss that is not finite on one replica skips the update on all, is counted, and stops the run when it repeats."""
+"""A loss that is not finite on one replica skips the update on all, is counted, and stops the run when it
+repeats.
+"""
 
 import os
 import subprocess
@@ -25,9 +27,23 @@ def run_dp2(loss, folder, *overrides):
         "--rdzv-endpoint",
         "127.0.0.1:0",
     ]
-    command += ["-m", "megagrpo.train", "examples/quickstart/quickstart.yaml", "parallel.tp=1", f"algorithm.loss={LOSSES}:{loss}"]
-    command += ["rollout.prompts_per_step=8", "evaluation.sets.0.limit=8", "evaluation.sets.1.limit=8", f"run.dir={folder}", *overrides]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    command += [
+        "-m",
+        "megagrpo.train",
+        "examples/quickstart/quickstart.yaml",
+        "parallel.tp=1",
+        f"algorithm.loss={LOSSES}:{loss}",
+    ]
+    command += [
+        "rollout.prompts_per_step=8",
+        "evaluation.sets.0.limit=8",
+        "evaluation.sets.1.limit=8",
+        f"run.dir={folder}",
+        *overrides,
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONWARNINGS": "ignore"}
+    )
 
 
 def test_one_bad_update_is_skipped_by_all_ranks_and_the_run_goes_on(tmp_path, rows_of):
@@ -41,7 +57,13 @@ def test_one_bad_update_is_skipped_by_all_ranks_and_the_run_goes_on(tmp_path, ro
 
 
 def test_bad_updates_in_a_row_stop_the_run(tmp_path):
-    done = run_dp2("always_nan_on_last_rank", tmp_path / "run", "run.steps=5", "run.max_nonfinite_steps=2", "checkpoint.every=1")
+    done = run_dp2(
+        "always_nan_on_last_rank",
+        tmp_path / "run",
+        "run.steps=5",
+        "run.max_nonfinite_steps=2",
+        "checkpoint.every=1",
+    )
     assert done.returncode != 0
     assert "step 2: 2 updates in a row had a loss or gradient that is not finite" in done.stdout + done.stderr
     assert "step 1/5" in done.stdout and "step 2/5" not in done.stdout

@@ -16,7 +16,16 @@ def runs(run_all):
     """Six steps as TP2: one step off twice, with the engine's log-probs as the old ones, and synchronous."""
     engine_old = [*COMMON, "rollout.off_policy=one_step_off", "algorithm.old_logprobs=engine"]
     refilled = [*ONE_STEP_OFF, "algorithm.dynamic_sampling.enabled=true"]
-    return run_all(2, {"off": ONE_STEP_OFF, "again": ONE_STEP_OFF, "engine_old": engine_old, "refilled": refilled, "synchronous": COMMON})
+    return run_all(
+        2,
+        {
+            "off": ONE_STEP_OFF,
+            "again": ONE_STEP_OFF,
+            "engine_old": engine_old,
+            "refilled": refilled,
+            "synchronous": COMMON,
+        },
+    )
 
 
 def test_completions_are_one_publish_old_from_the_second_step_on(runs, rows_of):
@@ -28,7 +37,9 @@ def test_completions_are_one_publish_old_from_the_second_step_on(runs, rows_of):
 
 
 def test_only_the_first_step_equals_the_synchronous_run(runs, rows_of):
-    """The same prompts and draws: step 1 samples from the same weights, step 2 from those before the update."""
+    """The same prompts and draws: step 1 samples from the same weights, step 2 from those before the
+    update.
+    """
     off, synchronous = rows_of(runs["off"]), rows_of(runs["synchronous"])
     assert off[1]["reward/mean"] == synchronous[1]["reward/mean"]
     assert off[1]["optimizer/grad_norm"] == pytest.approx(synchronous[1]["optimizer/grad_norm"], rel=1e-4)
@@ -36,8 +47,8 @@ def test_only_the_first_step_equals_the_synchronous_run(runs, rows_of):
 
 
 def test_old_weights_are_corrected_for(runs, rows_of):
-    """By importance weights: old log-probs are the actor's before its update, so the ratio is 1 and the weights are not. By the ratio:
-    old log-probs are the engine's."""
+    """By importance weights: old log-probs are the actor's before its update, so the ratio is 1 and the
+    weights are not. By the ratio: old log-probs are the engine's."""
     for row in rows_of(runs["off"])[2:]:
         assert row["policy/ratio_max"] == row["policy/ratio_min"] == 1.0
         assert row["policy/correction_weight_max"] > 1.0 and row["policy/effective_sample_fraction"] < 1.0
@@ -59,13 +70,23 @@ def test_resume_with_rollouts_in_flight_is_bit_equal(runs, run_all, rows_of, tmp
 
 
 def test_rollouts_in_flight_are_taken_up_by_another_number_of_ranks(runs, run_all, rows_of, tmp_path):
-    """Two files of completions, one rank: the step trains on the same tokens, so the gradient is equal within rounding."""
+    """Two files of completions, one rank: the step trains on the same tokens, so the gradient is equal
+    within rounding.
+    """
     shutil.copytree(runs["off"], tmp_path / "alone")
     shutil.rmtree(tmp_path / "alone" / "checkpoints" / "step_000006")
-    state = json.loads((tmp_path / "alone" / "checkpoints" / "step_000003" / "trainer_state.json").read_text())
-    assert state["prompt_position"] == 8 * 4 and state["rollout"]["in_flight"]["num_files"] == 2  # steps 1 to 3, and 4 in flight
+    state = json.loads(
+        (tmp_path / "alone" / "checkpoints" / "step_000003" / "trainer_state.json").read_text()
+    )
+    # steps 1 to 3, and 4 in flight
+    assert state["prompt_position"] == 8 * 4 and state["rollout"]["in_flight"]["num_files"] == 2
     run_all(1, {"alone": [*ONE_STEP_OFF, "run.steps=4", "parallel.tp=1"]}, root=tmp_path)
     resumed, whole = rows_of(tmp_path / "alone")[4], rows_of(runs["off"])[4]
-    for name in ("reward/mean", "rollout/generated_tokens", "rollout/weight_version", "policy/rollout_logprob"):
+    for name in (
+        "reward/mean",
+        "rollout/generated_tokens",
+        "rollout/weight_version",
+        "policy/rollout_logprob",
+    ):
         assert resumed[name] == pytest.approx(whole[name], rel=1e-12), name
     assert resumed["optimizer/grad_norm"] == pytest.approx(whole["optimizer/grad_norm"], rel=1e-4)

@@ -1,7 +1,9 @@
-"""A run that is killed anywhere goes on to the same numbers: metrics, completions and final weights are bit-equal on the CPU.
+"""A run that is killed anywhere goes on to the same numbers: metrics, completions and final weights are
+bit-equal on the CPU.
 
-The run has everything whose position a checkpoint must keep: two updates a step on a decaying learning rate, an adaptive KL
-coefficient, refills of dynamic sampling, and a data set so small that epochs end within the steps that are repeated.
+The run has everything whose position a checkpoint must keep: two updates a step on a decaying learning rate,
+an adaptive KL coefficient, refills of dynamic sampling, and a data set so small that epochs end within the
+steps that are repeated.
 """
 
 import json
@@ -56,7 +58,15 @@ def killed(whole, run_all, tmp_path_factory):
     left = {}
     for point in POINTS:
         job = [QUICKSTART, [*SMALL, f"run.dir={root / point}", *RUN]]
-        run_torchrun(2, "killed_run_worker.py", json.dumps(job), point, KILLED_IN, timeout_seconds=200, expect_failure=True)
+        run_torchrun(
+            2,
+            "killed_run_worker.py",
+            json.dumps(job),
+            point,
+            KILLED_IN,
+            timeout_seconds=200,
+            expect_failure=True,
+        )
         left[point] = sorted(path.name for path in (root / point / "checkpoints").iterdir())
     run_all(2, {point: RUN for point in [*POINTS]}, root=root)
     return root, left
@@ -82,12 +92,19 @@ def test_completions_and_final_weights_are_bit_equal(killed, whole, point):
     folder = killed[0] / point
     for path in sorted((whole / "completions").iterdir()):
         assert (folder / "completions" / path.name).read_text() == path.read_text(), path.name
-    expected, found = load_file(whole / "hf" / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")
-    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, found = (
+        load_file(whole / "hf" / "model.safetensors"),
+        load_file(folder / "hf" / "model.safetensors"),
+    )
+    assert expected.keys() == found.keys() and all(
+        torch.equal(expected[name], found[name]) for name in expected
+    )
 
 
 def test_the_run_has_what_the_test_is_about(whole, rows_of):
-    """Refills, an epoch that ends between the saved and the killed step, a moving KL coefficient and a moving learning rate."""
+    """Refills, an epoch that ends between the saved and the killed step, a moving KL coefficient and a
+    moving learning rate.
+    """
     rows = rows_of(whole)[1:]
     drawn = [8 + row["rollout/dropped_groups"] for row in rows]
     assert any(row["rollout/refills"] for row in rows[LAST_SAVED:KILLED_IN])

@@ -1,4 +1,6 @@
-"""What a run goes on from, and what it refuses: damaged checkpoints, other models, formats, configurations, a live run's folder."""
+"""What a run goes on from, and what it refuses: damaged checkpoints, other models, formats,
+configurations, a live run's folder.
+"""
 
 import json
 import shutil
@@ -23,7 +25,10 @@ RUN = [
     "telemetry.tensorboard=false",
     "algorithm.kl.coef=0.1",
 ]
-HOLDER = "import sys, time; from pathlib import Path; from megagrpo.checkpoint.lock import RunLock; lock = RunLock(Path(sys.argv[1])); "
+HOLDER = (
+    "import sys, time; from pathlib import Path; from megagrpo.checkpoint.lock import RunLock; lock = "
+    "RunLock(Path(sys.argv[1])); "
+)
 HOLDER += "lock.acquire(); print('held', flush=True); time.sleep(600)"
 
 
@@ -38,7 +43,11 @@ def model(tmp_path_factory):
 def whole(run_all, model):
     """The uninterrupted run, and one that also saves its reference."""
     runs = {"whole": [*RUN, f"model.path={model('of_whole')}"]}
-    runs["saved_reference"] = [*RUN, f"model.path={model('of_saved_reference')}", "checkpoint.save_reference=true"]
+    runs["saved_reference"] = [
+        *RUN,
+        f"model.path={model('of_saved_reference')}",
+        "checkpoint.save_reference=true",
+    ]
     return run_all(2, runs)
 
 
@@ -54,7 +63,9 @@ def edit_json(path, **values):
 
 def other_weights(folder):
     path = folder / "model.safetensors"
-    save_file({name: tensor + 0.01 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor + 0.01 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"}
+    )
     return folder
 
 
@@ -74,9 +85,15 @@ def other_model(folder):
 
 DAMAGES = {  # name -> what is done to the newest checkpoint, and what is told
     "flipped": (lambda path: flip_byte(path / "__1_0.distcp"), "__1_0.distcp: checksum"),
-    "truncated": (lambda path: (path / "__0_0.distcp").write_bytes(b"short"), "__0_0.distcp: 5 bytes, the manifest says"),
+    "truncated": (
+        lambda path: (path / "__0_0.distcp").write_bytes(b"short"),
+        "__0_0.distcp: 5 bytes, the manifest says",
+    ),
     "missing_shard": (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp: missing"),
-    "missing_marker": (lambda path: (path / "manifest.json").unlink(), "no manifest.json: the save was not finished"),
+    "missing_marker": (
+        lambda path: (path / "manifest.json").unlink(),
+        "no manifest.json: the save was not finished",
+    ),
 }
 
 
@@ -93,7 +110,10 @@ def outcomes(whole, model, tmp_path_factory):
         folder = shutil.copytree(whole[source], root / name, symlinks=True)
         if not keep_newest:
             shutil.rmtree(folder / "checkpoints" / "step_000004")
-        jobs[name] = [QUICKSTART, [*SMALL, *RUN, f"model.path={model(name)}", f"run.dir={folder}", *overrides]]
+        jobs[name] = [
+            QUICKSTART,
+            [*SMALL, *RUN, f"model.path={model(name)}", f"run.dir={folder}", *overrides],
+        ]
         return folder / "checkpoints"
 
     for name, (damage, _) in DAMAGES.items():
@@ -108,16 +128,28 @@ def outcomes(whole, model, tmp_path_factory):
     case("never", "run.resume=never")
     case("same", keep_newest=False)
     case("in_use")
-    for name, change in (("other_model", other_model), ("other_tokenizer", other_tokenizer), ("other_reference", other_weights)):
+    for name, change in (
+        ("other_model", other_model),
+        ("other_tokenizer", other_tokenizer),
+        ("other_reference", other_weights),
+    ):
         case(name)
         change(Path(dict(each.split("=", 1) for each in jobs[name][1])["model.path"]))
     case("saved_reference", "checkpoint.save_reference=true", source="saved_reference", keep_newest=False)
     other_weights(Path(dict(each.split("=", 1) for each in jobs["saved_reference"][1])["model.path"]))
-    jobs["other_generators"] = [QUICKSTART, [*SMALL, *RUN, f"model.path={model('generators')}", f"run.dir={root / 'other_generators'}"]]
+    jobs["other_generators"] = [
+        QUICKSTART,
+        [*SMALL, *RUN, f"model.path={model('generators')}", f"run.dir={root / 'other_generators'}"],
+    ]
     export = whole["whole"] / "checkpoints" / "step_000002" / "hf"
-    jobs["from_export"] = [QUICKSTART, [*SMALL, *RUN, f"model.path={export}", f"run.dir={root / 'from_export'}", "run.steps=1"]]
+    jobs["from_export"] = [
+        QUICKSTART,
+        [*SMALL, *RUN, f"model.path={export}", f"run.dir={root / 'from_export'}", "run.steps=1"],
+    ]
 
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(root / "in_use")], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(root / "in_use")], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout.readline() == "held\n"
         output = run_torchrun(2, "resumed_runs_worker.py", json.dumps(jobs), timeout_seconds=500)
@@ -139,7 +171,11 @@ def log_of(outcomes, name):
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(outcomes, whole, rows_of, name):
     log = log_of(outcomes, name)
-    assert "step_000004 is damaged and passed over" in log and DAMAGES[name][1] in log and "resumed after step 2" in log
+    assert (
+        "step_000004 is damaged and passed over" in log
+        and DAMAGES[name][1] in log
+        and ("resumed after step 2") in log
+    )
     assert (outcomes[0] / name / "checkpoints" / "step_000004.bad").is_dir()
     assert rows_of(outcomes[0] / name) == rows_of(whole["whole"])
 
@@ -147,9 +183,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(outcomes, whole,
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("all_damaged", ("step_000004 is damaged", ".metadata: checksum", "step_000002 is damaged", "no good checkpoint is left")),
+        (
+            "all_damaged",
+            (
+                "step_000004 is damaged",
+                ".metadata: checksum",
+                "step_000002 is damaged",
+                "no good checkpoint is left",
+            ),
+        ),
         ("newer", ("has checkpoint format 99", "reads up to format 1")),
-        ("other_seed", ("run.seed: 0 in the checkpoint, 5 in this run", "run.allow_config_changes=[run.seed]")),
+        (
+            "other_seed",
+            ("run.seed: 0 in the checkpoint, 5 in this run", "run.allow_config_changes=[run.seed]"),
+        ),
         ("other_model", ("model config rms_norm_eps: the checkpoint has 1e-06, this run 0.0001",)),
         ("other_tokenizer", ("tokenizer sha256: the checkpoint has",)),
         ("other_reference", ("the reference weights were those of", "model.safetensors: checksum")),
@@ -164,14 +211,21 @@ def test_what_does_not_belong_together_is_refused_with_both_sides(outcomes, name
 
 
 def test_an_allowed_change_goes_on_and_is_told(outcomes, whole, rows_of):
-    assert "changed: run.seed: 0 in the checkpoint, 5 in this run (allowed by run.allow_config_changes)" in log_of(outcomes, "seed_allowed")
+    assert (
+        "changed: run.seed: 0 in the checkpoint, 5 in this run (allowed by run.allow_config_changes)"
+        in log_of(outcomes, "seed_allowed")
+    )
     rows, expected = rows_of(outcomes[0] / "seed_allowed"), rows_of(whole["whole"])
     assert rows[:3] == expected[:3] and rows[3]["optimizer/grad_norm"] != expected[3]["optimizer/grad_norm"]
 
 
 def test_a_changed_learning_rate_is_told_and_used(outcomes, whole, rows_of):
-    """The optimizer state is the checkpoint's; the schedule is this run's: the third step's rollout is the same, its update is not."""
-    assert "the learning-rate schedule differs from update 3 on: 1e-05 instead of 0.0003" in log_of(outcomes, "other_lr")
+    """The optimizer state is the checkpoint's; the schedule is this run's: the third step's rollout is the
+    same, its update is not.
+    """
+    assert "the learning-rate schedule differs from update 3 on: 1e-05 instead of 0.0003" in log_of(
+        outcomes, "other_lr"
+    )
     rows, expected = rows_of(outcomes[0] / "other_lr"), rows_of(whole["whole"])
     assert [row["optimizer/lr"] for row in rows[1:]] == [3e-4, 3e-4, 1e-5, 1e-5]
     assert rows[3]["optimizer/grad_norm"] == expected[3]["optimizer/grad_norm"]
@@ -184,7 +238,9 @@ def test_another_folder_with_the_same_weights_is_the_same_model(outcomes, whole,
 
 
 def test_nothing_of_a_run_draws_from_the_random_generators(outcomes, whole, rows_of):
-    """A whole run with Python's, NumPy's and torch's generators in another place, another one on each rank: equal to the bit."""
+    """A whole run with Python's, NumPy's and torch's generators in another place, another one on each
+    rank: equal to the bit.
+    """
     log_of(outcomes, "other_generators")
     assert rows_of(outcomes[0] / "other_generators") == rows_of(whole["whole"])
 
@@ -192,14 +248,22 @@ def test_nothing_of_a_run_draws_from_the_random_generators(outcomes, whole, rows
 def test_a_saved_reference_needs_its_source_no_more(outcomes, whole, rows_of):
     """The weights at model.path are others now; the KL to the reference shows which ones were used."""
     log_of(outcomes, "saved_reference")
-    assert rows_of(outcomes[0] / "saved_reference") == rows_of(whole["saved_reference"]) == rows_of(whole["whole"])
+    assert (
+        rows_of(outcomes[0] / "saved_reference")
+        == rows_of(whole["saved_reference"])
+        == rows_of(whole["whole"])
+    )
 
 
 def test_an_export_is_of_the_same_weights_and_starts_a_run(outcomes, whole, rows_of):
-    """Evaluations draw from a stream of their own: the same weights give the same values, before step 1 here and after step 2 there."""
+    """Evaluations draw from a stream of their own: the same weights give the same values, before step 1
+    here and after step 2 there.
+    """
     log_of(outcomes, "from_export")
     first, expected = rows_of(outcomes[0] / "from_export")[0], rows_of(whole["whole"])[2]
-    assert first["eval/sampled"] == expected["eval/sampled"] and first["eval/greedy"] == expected["eval/greedy"]
+    assert (
+        first["eval/sampled"] == expected["eval/sampled"] and first["eval/greedy"] == expected["eval/greedy"]
+    )
     final = load_file(whole["whole"] / "hf" / "model.safetensors")
     exported = load_file(whole["whole"] / "checkpoints" / "step_000004" / "hf" / "model.safetensors")
     assert final.keys() == exported.keys() and all(torch.equal(final[name], exported[name]) for name in final)
@@ -207,7 +271,12 @@ def test_an_export_is_of_the_same_weights_and_starts_a_run(outcomes, whole, rows
 
 def test_a_checkpoint_knows_its_score_and_what_wrote_it(whole, rows_of):
     for step in (2, 4):
-        manifest = json.loads((whole["whole"] / "checkpoints" / f"step_{step:06d}" / "manifest.json").read_text())
+        manifest = json.loads(
+            (whole["whole"] / "checkpoints" / f"step_{step:06d}" / "manifest.json").read_text()
+        )
         assert manifest["score"] == rows_of(whole["whole"])[step]["eval/sampled"]
-        assert manifest["layout"]["tp"] == 2 and {"megagrpo", "torch", "megatron-core"} <= manifest["versions"].keys()
+        assert (
+            manifest["layout"]["tp"] == 2
+            and {"megagrpo", "torch", "megatron-core"} <= manifest["versions"].keys()
+        )
         assert manifest["weight_version"] == step

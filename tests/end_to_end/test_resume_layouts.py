@@ -1,15 +1,20 @@
-"""A checkpoint goes on in any other layout and on any number of ranks, equal within float noise for the next three steps.
+"""A checkpoint goes on in any other layout and on any number of ranks, equal within float noise for the next
+three steps.
 
-Every run starts from the same checkpoint after step 3 and is compared with the uninterrupted run. The completions are the same tokens
-(draws are functions of counters), so rewards and token counts are equal; norms and losses differ by the order of float32 sums alone.
-The learning rate is one of fine-tuning: AdamW turns the rounding of gradients near zero into steps of the learning rate, and at the
-quickstart's 3e-4 the third norm differs by 4e-6. A lost moment or a wrong step count changes norms by 1e-4 and more at this rate.
+Every run starts from the same checkpoint after step 3 and is compared with the uninterrupted run. The
+completions are the same tokens (draws are functions of counters), so rewards and token counts are equal;
+norms and losses differ by the order of float32 sums alone. The learning rate is one of fine-tuning: AdamW
+turns the rounding of gradients near zero into steps of the learning rate, and at the quickstart's 3e-4 the
+third norm differs by 4e-6. A lost moment or a wrong step count changes norms by 1e-4 and more at this rate.
 
-In bfloat16 what is restored is exact too: weights, main parameters and moments are the saved bits in every layout. What a layout computes
-from them is not: each product is rounded to eight bits, so other partial sums move single log-probs by 2^-8, and a sampled token whose
-draw falls between two such values is another one, from where on the runs differ as two layouts that were never stopped do. So 1e-6 can
-hold for float32 alone. For bfloat16 the next three steps are compared with those of a run in the same layout whose checkpoint that layout
-has saved itself, bit by bit, and their distance from the uninterrupted run with that of an uninterrupted run in the other layout.
+In bfloat16 what is restored is exact too: weights, main parameters and moments are the saved bits in every
+    layout. What a layout computes
+from them is not: each product is rounded to eight bits, so other partial sums move single log-probs by 2^-8,
+    and a sampled token whose
+draw falls between two such values is another one, from where on the runs differ as two layouts that were
+never stopped do. So 1e-6 can hold for float32 alone. For bfloat16 the next three steps are compared with
+those of a run in the same layout whose checkpoint that layout has saved itself, bit by bit, and their
+distance from the uninterrupted run with that of an uninterrupted run in the other layout.
 """
 
 import shutil
@@ -41,7 +46,9 @@ LAYOUTS = {  # name -> ranks, overrides
     "tp2_dp2": (4, []),
 }
 BF16_LAYOUTS = ("pp2", "dp2")
-ONE_TOKEN = 2**-6  # what one sampled token that differs can move the norm of these batches by; whether any does is up to the processor
+# what one sampled token that differs can move the norm of these batches by; whether any does is up to the
+# processor
+ONE_TOKEN = 2**-6
 EQUAL = ("reward/mean", "rollout/generated_tokens", "update/trained_tokens")
 CLOSE = ("optimizer/grad_norm", "policy/ratio_max", "policy/actor_rollout_gap")
 
@@ -55,7 +62,9 @@ def whole(run_all):
 
 @pytest.fixture(scope="module")
 def resumed(whole, run_all, tmp_path_factory):
-    """The same checkpoints gone on from in every layout; and, from what PP2 has saved on two ranks, on four and back."""
+    """The same checkpoints gone on from in every layout; and, from what PP2 has saved on two ranks, on
+    four and back.
+    """
     root = tmp_path_factory.mktemp("layouts")
     jobs = {ranks: {} for ranks in (1, 2, 4)}
     for name, (ranks, layout) in LAYOUTS.items():
@@ -87,7 +96,11 @@ def test_float32_is_equal_within_rounding(whole, resumed, rows_of, name):
         for metric in EQUAL:
             assert row[metric] == expected[metric], (name, row["step"], metric)
         for metric in CLOSE:
-            assert row[metric] == pytest.approx(expected[metric], rel=1e-6, abs=1e-6), (name, row["step"], metric)
+            assert row[metric] == pytest.approx(expected[metric], rel=1e-6, abs=1e-6), (
+                name,
+                row["step"],
+                metric,
+            )
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +118,15 @@ def resaved(whole, run_all, tmp_path_factory):
 @pytest.mark.parametrize("name", BF16_LAYOUTS)
 def test_bfloat16_state_is_bit_equal_in_any_layout(resaved, tmp_path, name):
     saved = {}
-    for number, folder in enumerate([resaved / name / "first", resaved / name / "checkpoints" / f"step_{SAVED:06d}"]):
+    for number, folder in enumerate(
+        [resaved / name / "first", resaved / name / "checkpoints" / f"step_{SAVED:06d}"]
+    ):
         dcp_to_torch_save(folder, tmp_path / f"{number}.pt")
         saved[number] = torch.load(tmp_path / f"{number}.pt", weights_only=False)
     tensors = {key for key, value in saved[0].items() if isinstance(value, torch.Tensor)}
-    assert {saved[0][key].dtype for key in tensors} == {torch.bfloat16, torch.float32} and len(tensors) >= 4 * 9
+    assert {saved[0][key].dtype for key in tensors} == {torch.bfloat16, torch.float32} and len(
+        tensors
+    ) >= 4 * 9
     assert tensors == {key for key, value in saved[1].items() if isinstance(value, torch.Tensor)}
     assert [key for key in sorted(tensors) if not torch.equal(saved[0][key], saved[1][key])] == []
 
@@ -122,12 +139,17 @@ def test_bfloat16_goes_on_bit_equal_to_a_run_whose_own_layout_has_saved(resumed,
 
 @pytest.mark.parametrize("name", BF16_LAYOUTS)
 def test_bfloat16_is_as_near_to_the_uninterrupted_run_as_its_layout_is(whole, resumed, rows_of, name):
-    """The first step's rollout is from the loaded weights; all norms differ by no more than those of runs that were never stopped."""
+    """The first step's rollout is from the loaded weights; all norms differ by no more than those of runs
+    that were never stopped.
+    """
     rows, expected = next_steps(rows_of(resumed / f"bf16_{name}")), next_steps(rows_of(whole["bf16"]))
     assert rows[0]["reward/mean"] == expected[0]["reward/mean"]
     assert rows[0]["optimizer/grad_norm"] == pytest.approx(expected[0]["optimizer/grad_norm"], rel=2**-7)
     apart = [_distance(pair) for pair in zip(rows, expected, strict=True)]
-    noise = [_distance(pair) for pair in zip(rows_of(whole[f"bf16_{name}"])[1:], rows_of(whole["bf16"])[1:], strict=True)]
+    noise = [
+        _distance(pair)
+        for pair in zip(rows_of(whole[f"bf16_{name}"])[1:], rows_of(whole["bf16"])[1:], strict=True)
+    ]
     assert max(apart) <= max(2 * max(noise), ONE_TOKEN), (apart, noise)
 
 

@@ -17,7 +17,9 @@ FULL_BATCH = ["rollout.prompts_per_step=32", "rollout.completions_per_prompt=8"]
 
 def writers_of(file):
     """Ids of the processes that have `file` open."""
-    opened = {process.pid: process.info["open_files"] or () for process in psutil.process_iter(["open_files"])}
+    opened = {
+        process.pid: process.info["open_files"] or () for process in psutil.process_iter(["open_files"])
+    }
     return [pid for pid, files in opened.items() if str(file) in [opened_file.path for opened_file in files]]
 
 
@@ -28,7 +30,9 @@ def run_folder(request, run_all):
 
 
 def test_the_engine_agrees_with_the_actor_in_every_step(run_folder, rows_of):
-    """Both ranks' completions come from one server; 2e-5 is what float32 rounding leaves between two ways to compute the same."""
+    """Both ranks' completions come from one server; 2e-5 is what float32 rounding leaves between two ways
+    to compute the same.
+    """
     rows = rows_of(run_folder)[1:]
     assert len(rows) == STEPS
     assert all(row["rollout/max_logprob_gap"] <= 2e-5 for row in rows)
@@ -46,18 +50,32 @@ def test_one_server_was_started_and_none_is_left(run_folder):
     assert not writers_of(log)
 
 
-AHEAD = ["run.steps=5", "evaluation.every=0", "rollout.off_policy=one_step_off", "algorithm.correction.importance=token"]
+AHEAD = [
+    "run.steps=5",
+    "evaluation.every=0",
+    "rollout.off_policy=one_step_off",
+    "algorithm.correction.importance=token",
+]
 
 
 @pytest.fixture(scope="module")
 def ahead(run_all):
-    """One step off: two SGLang servers that are given what changed, and the embedded engine, with the same draws."""
-    servers = ["engine.name=sglang", "engine.replicas=2", "weights.delta=true", "engine.max_batch_completions=64"]
+    """One step off: two SGLang servers that are given what changed, and the embedded engine, with the same
+    draws.
+    """
+    servers = [
+        "engine.name=sglang",
+        "engine.replicas=2",
+        "weights.delta=true",
+        "engine.max_batch_completions=64",
+    ]
     return run_all(2, {"servers": [*AHEAD, *servers], "embedded": AHEAD})
 
 
 def test_two_sglang_servers_one_step_ahead_sample_what_the_embedded_engine_samples(ahead, rows_of):
-    """The same tokens give the same rewards and lengths, step by step; log-probs agree within what float32 rounding leaves."""
+    """The same tokens give the same rewards and lengths, step by step; log-probs agree within what float32
+    rounding leaves.
+    """
     servers, embedded = rows_of(ahead["servers"])[1:], rows_of(ahead["embedded"])[1:]
     assert [row["rollout/weight_version"] for row in servers] == [0, 0, 1, 2, 3]
     assert [row["rollout/policy_age_max"] for row in servers] == [0, 1, 1, 1, 1]
@@ -65,14 +83,16 @@ def test_two_sglang_servers_one_step_ahead_sample_what_the_embedded_engine_sampl
         assert [row[name] for row in servers] == [row[name] for row in embedded], name
     for row, other in zip(servers, embedded, strict=True):
         assert row["policy/rollout_logprob"] == pytest.approx(other["policy/rollout_logprob"], abs=2e-5)
-        assert row["policy/correction_weight_max"] == pytest.approx(other["policy/correction_weight_max"], rel=1e-3)
+        assert row["policy/correction_weight_max"] == pytest.approx(
+            other["policy/correction_weight_max"], rel=1e-3
+        )
     assert servers[0]["rollout/max_logprob_gap"] <= 2e-5
     assert all(row["publish/probe_gap"] <= 2e-5 and row["rollout/lost_replicas"] == 0 for row in servers)
 
 
 def test_two_servers_were_given_what_changed_and_none_is_left(ahead, rows_of):
-    """The first publish in slices is whole, and so the base of those after it. An update leaves no block of this model as it was, but the
-    rows that pad the vocabulary, which are not sent again."""
+    """The first publish in slices is whole, and so the base of those after it. An update leaves no block of
+    this model as it was, but the rows that pad the vocabulary, which are not sent again."""
     kept = [row["publish/kept_ratio"] for row in rows_of(ahead["servers"])[1:]]
     assert kept[0] == 1.0 and all(0.9 < ratio < 1.0 for ratio in kept[1:]), kept
     logs = sorted((ahead["servers"] / "engines").glob("*.log"))

@@ -1,4 +1,6 @@
-"""Whole runs: files, first-step identities, the same tokens everywhere, resuming, and every algorithm option in the loop."""
+"""Whole runs: files, first-step identities, the same tokens everywhere, resuming, and every algorithm
+option in the loop.
+"""
 
 import json
 import re
@@ -12,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megagrpo.config.load import dump_config, load_config
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
-NOISE = 2e-3  # relative: metrics of later steps, after float32 differences went through AdamW's first, sign-like updates
+# relative: metrics of later steps, after float32 differences went through AdamW's first, sign-like updates
+NOISE = 2e-3
 
 VARIANTS = {
     "two_by_two": ["update.mini_batches_per_step=2", "update.epochs_per_step=2", "algorithm.preset=null"],
@@ -21,13 +24,29 @@ VARIANTS = {
     "kl_exact": ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=exact"],
     "kl_reward": ["algorithm.preset=rloo", "algorithm.kl.coef=0.1"],
     "adaptive_kl": ["algorithm.kl.coef=0.1", "algorithm.kl.adaptive_target=1.0e-6"],
-    "corrected": ["algorithm.correction.importance=token", "algorithm.correction.band_low=0.5", "algorithm.correction.band_high=2.0"],
-    "rejecting": ["algorithm.correction.reject=geometric", "algorithm.correction.reject_low=0.9", "algorithm.correction.reject_high=1.1"],
-    "gspo": ["algorithm.preset=gspo", "update.epochs_per_step=2", "algorithm.clip_low=0.2", "algorithm.clip_high=0.2"],
+    "corrected": [
+        "algorithm.correction.importance=token",
+        "algorithm.correction.band_low=0.5",
+        "algorithm.correction.band_high=2.0",
+    ],
+    "rejecting": [
+        "algorithm.correction.reject=geometric",
+        "algorithm.correction.reject_low=0.9",
+        "algorithm.correction.reject_high=1.1",
+    ],
+    "gspo": [
+        "algorithm.preset=gspo",
+        "update.epochs_per_step=2",
+        "algorithm.clip_low=0.2",
+        "algorithm.clip_high=0.2",
+    ],
     "entropy": ["algorithm.entropy_coef=0.01"],
     "bf16": ["precision.recipe=bf16", "rollout.max_logprob_gap=null"],
     "dapo": ["algorithm.preset=dapo", "algorithm.kl.coef=0", "algorithm.dynamic_sampling.max_refills=2"],
-    "no_signal": ["algorithm.preset=dapo", f"rewards.functions.0.name={Path(__file__).parent / 'constant_reward.py'}:constant"],
+    "no_signal": [
+        "algorithm.preset=dapo",
+        f"rewards.functions.0.name={Path(__file__).parent / 'constant_reward.py'}:constant",
+    ],
     "top_k": ["rollout.top_k=5", "rollout.max_logprob_gap=null"],
     "gap_warned": ["rollout.max_logprob_gap=1e-12", "rollout.logprob_gap_action=warn"],
     "unpacked": ["update.packing=false"],
@@ -44,7 +63,10 @@ def tp2_run(run_all):
 @pytest.fixture(scope="module")
 def variants(run_all):
     """Two steps of every variant, as PP2."""
-    return run_all(2, {name: ["run.steps=2", "parallel.tp=1", "parallel.pp=2", *extra] for name, extra in VARIANTS.items()})
+    return run_all(
+        2,
+        {name: ["run.steps=2", "parallel.tp=1", "parallel.pp=2", *extra] for name, extra in VARIANTS.items()},
+    )
 
 
 def test_a_run_leaves_what_it_promises(tp2_run, rows_of):
@@ -68,7 +90,9 @@ def test_export_loads_in_transformers_and_has_learned(tp2_run):
 
 
 def test_first_step_is_exactly_on_policy(tp2_run, rows_of):
-    """actor == old policy: ratio 1, nothing clipped, loss 0 (centred advantages), and a gradient all the same."""
+    """actor == old policy: ratio 1, nothing clipped, loss 0 (centred advantages), and a gradient all the
+    same.
+    """
     first = rows_of(tp2_run)[1]
     assert abs(first["loss/total"]) <= 1e-6
     assert first["policy/ratio_max"] == first["policy/ratio_min"] == 1.0
@@ -86,7 +110,9 @@ def first_steps(run_all):
 
 
 def test_samples_are_the_same_for_any_number_of_ranks(tp2_run, first_steps, rows_of):
-    """The first step's completions come from the same weights: counter-based draws make them equal on 1, 2 and 4 ranks."""
+    """The first step's completions come from the same weights: counter-based draws make them equal on 1, 2
+    and 4 ranks.
+    """
     for folder in first_steps.values():
         for name in ("reward/mean", "rollout/generated_tokens", "rollout/completion_tokens"):
             assert rows_of(folder)[1][name] == rows_of(tp2_run)[1][name]
@@ -112,13 +138,21 @@ def test_resume_in_another_layout_goes_on_within_rounding(tp2_run, run_all, rows
     runs = {name: ["run.steps=4", "parallel.tp=1", *layout] for name, layout in layouts.items()}
     swapped = {"vpp2": "cp2", "cp2": "vpp2"}  # each then goes on from what the other layout has saved
     for name, other in swapped.items():
-        runs[f"{name} as {other}"] = [f"run.dir={tmp_path / name}", "run.steps=5", "parallel.tp=1", *layouts[other]]
+        runs[f"{name} as {other}"] = [
+            f"run.dir={tmp_path / name}",
+            "run.steps=5",
+            "parallel.tp=1",
+            *layouts[other],
+        ]
     run_all(2, runs, root=tmp_path)
     for name in swapped:
-        assert rows_of(tmp_path / name)[5]["optimizer/grad_norm"] == pytest.approx(rows_of(tp2_run)[5]["optimizer/grad_norm"], rel=NOISE)
+        assert rows_of(tmp_path / name)[5]["optimizer/grad_norm"] == pytest.approx(
+            rows_of(tp2_run)[5]["optimizer/grad_norm"], rel=NOISE
+        )
     for name in layouts:
         resumed, whole = rows_of(tmp_path / name)[4], rows_of(tp2_run)[4]
-        assert resumed["reward/mean"] == whole["reward/mean"]  # the same weights and draws: the same completions
+        # the same weights and draws: the same completions
+        assert resumed["reward/mean"] == whole["reward/mean"]
         assert resumed["update/trained_tokens"] == whole["update/trained_tokens"]
         assert resumed["optimizer/grad_norm"] == pytest.approx(whole["optimizer/grad_norm"], rel=1e-4)
 
@@ -126,7 +160,9 @@ def test_resume_in_another_layout_goes_on_within_rounding(tp2_run, run_all, rows
 def test_a_step_without_any_signal_changes_nothing_and_goes_on(variants, rows_of):
     """Every reward is equal, so dynamic sampling drops every group up to its bound, and no update is made."""
     for row in rows_of(variants["no_signal"])[1:]:
-        assert row["rollout/dropped_groups"] == 8 * (1 + row["rollout/refills"]) and row["rollout/refills"] == 3
+        assert (
+            row["rollout/dropped_groups"] == 8 * (1 + row["rollout/refills"]) and row["rollout/refills"] == 3
+        )
         assert row["update/trained_tokens"] == 0 and "optimizer/grad_norm" not in row
 
 
@@ -142,14 +178,21 @@ def test_options_without_effect_on_the_maths_change_nothing(variants, rows_of):
     """Packing, recompute and a correction that keeps every token give the metrics of the same data path."""
     first = {name: rows_of(variants[name])[1] for name in ("unpacked", "recompute", "corrected", "rejecting")}
     for name, row in first.items():
-        assert row["optimizer/grad_norm"] == pytest.approx(first["unpacked"]["optimizer/grad_norm"], rel=1e-5), name
+        assert row["optimizer/grad_norm"] == pytest.approx(
+            first["unpacked"]["optimizer/grad_norm"], rel=1e-5
+        ), name
 
 
 def test_a_gap_beyond_its_limit_names_the_token_in_every_step(variants):
     log = (variants["gap_warned"] / "log.txt").read_text()
     for step in (1, 2):
-        pattern = rf"warning: step {step}: engine and actor log-probs differ by up to \S+, .*: prompt \d+, completion \d, token \d+ "
-        assert re.search(pattern + rf"\(id \d+\): engine -\S+, actor -\S+, weight version {step - 1}\n", log), log
+        pattern = (
+            rf"warning: step {step}: engine and actor log-probs differ by up to \S+, .*: prompt \d+, "
+            r"completion \d, token \d+ "
+        )
+        assert re.search(
+            pattern + rf"\(id \d+\): engine -\S+, actor -\S+, weight version {step - 1}\n", log
+        ), log
 
 
 def test_refills_are_bounded_and_counted(variants, rows_of):

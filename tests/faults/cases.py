@@ -5,7 +5,8 @@ from engine_cases import ENGINES, GROUPS
 from storage_cases import FOLDERS, SAVES
 
 LAST = 1  # the last rank of two
-SOON = ["watchdog.floor_seconds=8"]  # a stall is found soon; the smallest phases take tenths of a second, on a busy machine a few seconds
+# a stall is found soon; the smallest phases take tenths of a second, on a busy machine a few seconds
+SOON = ["watchdog.floor_seconds=8"]
 
 
 def at(point, action, step=None, rank=LAST, **more):
@@ -14,11 +15,27 @@ def at(point, action, step=None, rank=LAST, **more):
 
 
 def killed(name, point, step, rank=LAST, **more):
-    return [Case(name, "resumes", [at(point, "kill", step, rank, **more)], says=r"rank \d died in (step|phase)")]
+    return [
+        Case(
+            name,
+            "resumes",
+            [at(point, "kill", step, rank, **more)],
+            says=r"rank \d died in "
+            r"(step|phase)",
+        )
+    ]
 
 
 def raises(name, point, step, rank=LAST, action="raise", error="RuntimeError: injected"):
-    return [Case(name, "resumes", [at(point, action, step, rank)], says=rf"rank {rank} failed in step {step}, phase \w+: {error}")]
+    return [
+        Case(
+            name,
+            "resumes",
+            [at(point, action, step, rank)],
+            says=rf"rank {rank} failed in step "
+            rf"{step}, phase \w+: {error}",
+        )
+    ]
 
 
 def stopped(name, point, step, action, rank=LAST, says="", more=(), **where):
@@ -27,8 +44,13 @@ def stopped(name, point, step, action, rank=LAST, says="", more=(), **where):
 
 
 def stopped_while_decoding(name, step, action, skip=0):
-    """The pass that the stop comes in takes long enough for it to reach both ranks; on any of them the next pass is an error."""
-    slow, next_pass = at("decode.enter", "slow", step, None, skip=skip), at("decode.enter", "raise", step, None, skip=skip + 1, never=True)
+    """The pass that the stop comes in takes long enough for it to reach both ranks; on any of them the
+    next pass is an error.
+    """
+    slow, next_pass = (
+        at("decode.enter", "slow", step, None, skip=skip),
+        at("decode.enter", "raise", step, None, skip=skip + 1, never=True),
+    )
     return stopped(name, "decode.enter", step, action, more=[slow, next_pass], skip=skip)
 
 
@@ -62,10 +84,37 @@ ERRORS = Chain(
         raises("an error on the other rank while its peer waits", "exchange.enter", 2, rank=0),
         raises("an error between two updates", "apply.leave", 3),
         raises("an error while the engine loads weights", "load_weights.enter", 4, rank=0),
-        raises("out of memory in the backward pass", "forward_backward.enter", 5, action="out_of_memory", error="MemoryError: injected"),
-        [Case("a user's mistake on one rank", "resumes", [at("update.enter", "user_error", 6)], says="(?m)^a mistake of the user's$")],
-        [Case("a crash in native code", "resumes", [at("generate.enter", "segfault", 7)], says="rank 1 died in step 7, phase rollout")],
-        [Case("an exit that says nothing", "resumes", [at("update.enter", "exit", 8)], says="rank 1 died in step 8, phase update")],
+        raises(
+            "out of memory in the backward pass",
+            "forward_backward.enter",
+            5,
+            action="out_of_memory",
+            error="MemoryError: injected",
+        ),
+        [
+            Case(
+                "a user's mistake on one rank",
+                "resumes",
+                [at("update.enter", "user_error", 6)],
+                says="(?m)^a mistake of the user's$",
+            )
+        ],
+        [
+            Case(
+                "a crash in native code",
+                "resumes",
+                [at("generate.enter", "segfault", 7)],
+                says="rank 1 died in step 7, phase rollout",
+            )
+        ],
+        [
+            Case(
+                "an exit that says nothing",
+                "resumes",
+                [at("update.enter", "exit", 8)],
+                says="rank 1 died in step 8, phase update",
+            )
+        ],
         [
             Case(
                 "both ranks fail at once",
@@ -80,7 +129,8 @@ ERRORS = Chain(
 SIGNALS = Chain(
     "signals",
     2,
-    # What is found again was saved by the stop alone. Two mini-batches: the log-probs before the update take a pass of their own.
+    # What is found again was saved by the stop alone. Two mini-batches: the log-probs before the update take
+    # a pass of their own.
     ["parallel.pp=2", "checkpoint.every=100", "evaluation.every=4", "update.mini_batches_per_step=2"],
     [
         stopped_while_decoding("SIGTERM in the first evaluation", None, "term"),
@@ -94,7 +144,14 @@ SIGNALS = Chain(
             says="step 2 was given up; ",
             more=[at("forward_backward.enter", "raise", 2, None, never=True)],
         ),
-        stopped("SIGUSR1 in the first backward pass", "forward_backward.enter", 3, "usr1", rank=0, says="step 3 was given up; "),
+        stopped(
+            "SIGUSR1 in the first backward pass",
+            "forward_backward.enter",
+            3,
+            "usr1",
+            rank=0,
+            says="step 3 was given up; ",
+        ),
         stopped("SIGTERM while a finished step is evaluated", "evaluate.enter", 4, "term"),
         stopped("SIGTERM on both ranks after an update", "apply.leave", 5, "term", rank=None),
         stopped("Ctrl-C while the engine loads weights", "load_weights.enter", 6, "interrupt"),
@@ -207,7 +264,13 @@ LAUNCHERS = Chain(
     ["parallel.tp=2"],
     [
         [
-            Case("megagrpo run: killed once", "restarts", [at("update.enter", "kill", 2)], says="rank 1 died in", launcher="megagrpo run"),
+            Case(
+                "megagrpo run: killed once",
+                "restarts",
+                [at("update.enter", "kill", 2)],
+                says="rank 1 died in",
+                launcher="megagrpo run",
+            ),
             Case(
                 "megagrpo run: SIGUSR1 after a restart",
                 "stops",
@@ -218,7 +281,13 @@ LAUNCHERS = Chain(
             ),
         ],
         [
-            Case("torchrun: an error once", "restarts", [at("update.enter", "raise", 5)], says="rank 1 failed in", launcher="torchrun"),
+            Case(
+                "torchrun: an error once",
+                "restarts",
+                [at("update.enter", "raise", 5)],
+                says="rank 1 failed in",
+                launcher="torchrun",
+            ),
             Case(
                 "torchrun: the launcher killed",
                 "stops",

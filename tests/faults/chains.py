@@ -16,9 +16,10 @@ TOLD = re.compile(r"^rank \d+ (failed|died|stalled) in ", re.MULTILINE)
 class Case:
     """One fault, and what it must come to.
 
-    outcome: `resumes`: the launch ends with an error, told once, and the next one goes on; `stops`: it saves and ends with 0; `goes on`:
-    the launch goes on as if nothing had been; `restarts`: the launcher starts the ranks again; `refuses`: the launch ends with a clear
-    error, and nothing in the folder has changed.
+    outcome: `resumes`: the launch ends with an error, told once, and the next one goes on; `stops`: it saves
+        and ends with 0; `goes on`:
+    the launch goes on as if nothing had been; `restarts`: the launcher starts the ranks again; `refuses`: the
+    launch ends with a clear error, and nothing in the folder has changed.
     """
 
     name: str
@@ -27,10 +28,13 @@ class Case:
     says: str = ""  # a regular expression that the output must hold
     tamper: Callable[[Path], None] | None = None  # done to the run folder before the launch
     mend: Callable[[Path], None] | None = None  # done to it afterwards
-    leaves: Callable[[Path], str | None] | None = None  # says what the launch has left behind and should not have
+    # says what the launch has left behind and should not have
+    leaves: Callable[[Path], str | None] | None = None
     overrides: Sequence[str] = ()  # RUN_DIR stands for the run folder
-    launcher: str = "fleet"  # or `megagrpo run`, `torchrun`: those that real runs are started with, restarts allowed
-    codes: Sequence[int] | None = None  # exit codes of the launch, where they are not 0 or an error's by the outcome
+    # or `megagrpo run`, `torchrun`: those that real runs are started with, restarts allowed
+    launcher: str = "fleet"
+    # exit codes of the launch, where they are not 0 or an error's by the outcome
+    codes: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ class Chain:
     @property
     def last_step(self) -> int:
         """The last step that a fault hits."""
-        return max(fault.get("step") or 0 for cases in self.launches for case in cases for fault in case.faults) or 1
+        return (
+            max(fault.get("step") or 0 for cases in self.launches for case in cases for fault in case.faults)
+            or 1
+        )
 
 
 @dataclass
@@ -59,19 +66,30 @@ class Result:
 
     fault: str
     outcome: str
-    recover_seconds: float | None = None  # from the fault to the end of the step that it hit, as far as the run alone decides
+    # from the fault to the end of the step that it hit, as far as the run alone decides
+    recover_seconds: float | None = None
     steps_lost: int | None = None
     bit_equal: bool | None = None
     problems: list[str] = field(default_factory=list)
 
     def row(self) -> dict:
         """Return what is written to the JSON file."""
-        return {name: getattr(self, name) for name in ("fault", "outcome", "recover_seconds", "steps_lost", "bit_equal")}
+        return {
+            name: getattr(self, name)
+            for name in ("fault", "outcome", "recover_seconds", "steps_lost", "bit_equal")
+        }
 
 
-OUTCOMES = {"resumes": "resumed", "stops": "saved and stopped", "goes on": "went on", "restarts": "restarted", "refuses": "refused"}
+OUTCOMES = {
+    "resumes": "resumed",
+    "stops": "saved and stopped",
+    "goes on": "went on",
+    "restarts": "restarted",
+    "refuses": "refused",
+}
 GOES_ON = ("goes on", "restarts")
-MAY_CHANGE = ("time/", "storage/", "checkpoint/", "publish/", "rollout/lost_replicas")  # seconds; what failed, was mended, or sent to whom
+# seconds; what failed, was mended, or sent to whom
+MAY_CHANGE = ("time/", "storage/", "checkpoint/", "publish/", "rollout/lost_replicas")
 
 
 class ChainRun:
@@ -85,16 +103,21 @@ class ChainRun:
         """Return one result per case."""
         whole = self._launch(self.reference, [], [])
         if any(whole.codes):
-            raise RuntimeError(f"the reference run of {self.chain.name} ended with {whole.codes}:\n{whole.output[-3000:]}")
+            raise RuntimeError(
+                f"the reference run of {self.chain.name} ended with {whole.codes}:\n{whole.output[-3000:]}"
+            )
         results: list[Result] = []
-        waiting: list[tuple[Result, int, float]] = []  # resumed by the next launch: the step that was hit, and the seconds until the end
+        # resumed by the next launch: the step that was hit, and the seconds until the end
+        waiting: list[tuple[Result, int, float]] = []
         finishes = all(case.outcome == "goes on" for case in self.chain.launches[-1])
         for number, cases in enumerate([*self.chain.launches, *([] if finishes else [[]])], start=1):
             results += self._run_launch(cases, waiting, is_last=number > len(self.chain.launches) - finishes)
         self._compare_whole(results)
         return results
 
-    def _run_launch(self, cases: Sequence[Case], waiting: list[tuple[Result, int, float]], is_last: bool) -> list[Result]:
+    def _run_launch(
+        self, cases: Sequence[Case], waiting: list[tuple[Result, int, float]], is_last: bool
+    ) -> list[Result]:
         had = newest_checkpoint(self.broken)
         for case in cases:
             if case.tamper:
@@ -107,7 +130,9 @@ class ChainRun:
         ended = self._launch(self.broken, overrides, faults, next((case.launcher for case in cases), "fleet"))
         span = (started, time.time())
         if is_last and any(ended.codes):
-            raise RuntimeError(f"the last launch of {self.chain.name} ended with {ended.codes}:\n{ended.output[-3000:]}")
+            raise RuntimeError(
+                f"the last launch of {self.chain.name} ended with {ended.codes}:\n{ended.output[-3000:]}"
+            )
         if not refuses:
             self._measure_recovery(ended, started, waiting)
         results = []
@@ -125,7 +150,9 @@ class ChainRun:
         self._compare_rows(results)
         return results
 
-    def _launch(self, run_dir: Path, overrides: Sequence[str], faults: list[dict], launcher: str = "fleet") -> Ended:
+    def _launch(
+        self, run_dir: Path, overrides: Sequence[str], faults: list[dict], launcher: str = "fleet"
+    ) -> Ended:
         named = [override.replace("RUN_DIR", str(run_dir)) for override in overrides]
         arguments = [*self.config, *self.chain.overrides, f"run.dir={run_dir}", *named]
         return self.fleet.launch(self.chain.ranks, arguments, run_dir, faults, launcher, self.chain.seconds)
@@ -152,10 +179,18 @@ class ChainRun:
 
     def _met(self, case: Case, ended: Ended) -> list[dict]:
         kinds = {(fault["point"], fault["action"]) for fault in case.faults}
-        return [note for note in ended.notes if note["kind"] == "fault" and (note["point"], note["action"]) in kinds]
+        return [
+            note
+            for note in ended.notes
+            if note["kind"] == "fault" and (note["point"], note["action"]) in kinds
+        ]
 
-    def _measure(self, case: Case, result: Result, ended: Ended, span: tuple[float, float], had: int, waiting: list) -> None:
-        """Fill in steps lost and, where this launch shows them, the seconds to recover; otherwise the next launch is waited for."""
+    def _measure(
+        self, case: Case, result: Result, ended: Ended, span: tuple[float, float], had: int, waiting: list
+    ) -> None:
+        """Fill in steps lost and, where this launch shows them, the seconds to recover; otherwise the next
+        launch is waited for.
+        """
         resumed = [int(step) for step in re.findall(r"resumed after step (\d+)", ended.output)] or [0]
         met = self._met(case, ended)
         if case.tamper and not met:
@@ -174,7 +209,9 @@ class ChainRun:
             if result.steps_lost:
                 waiting.append((result, step, span[1] - at))
 
-    def _measure_recovery(self, ended: Ended, started: float, waiting: list[tuple[Result, int, float]]) -> None:
+    def _measure_recovery(
+        self, ended: Ended, started: float, waiting: list[tuple[Result, int, float]]
+    ) -> None:
         for result, step, seconds in waiting:
             again = self._row_time(ended, step)
             if again is None:
@@ -184,7 +221,9 @@ class ChainRun:
         waiting.clear()
 
     def _row_time(self, ended: Ended, step: int) -> float | None:
-        return next((note["time"] for note in ended.notes if note["kind"] == "row" and note["row"] >= step), None)
+        return next(
+            (note["time"] for note in ended.notes if note["kind"] == "row" and note["row"] >= step), None
+        )
 
     def _compare_rows(self, results: list[Result]) -> None:
         wanted = {row["step"]: row for row in rows_of(self.reference)}
@@ -196,7 +235,9 @@ class ChainRun:
                 return
 
     def _compare_whole(self, results: list[Result]) -> None:
-        weights = [(folder / "hf" / "model.safetensors").read_bytes() for folder in (self.reference, self.broken)]
+        weights = [
+            (folder / "hf" / "model.safetensors").read_bytes() for folder in (self.reference, self.broken)
+        ]
         equal = weights[0] == weights[1] and list(rows_of(self.reference)) == list(rows_of(self.broken))
         for result in results:
             if not equal:

@@ -45,18 +45,22 @@ def servers_left(run_dir: Path) -> str | None:
 
 
 def two_servers(first_step):
-    """Two servers, each of which is killed once; the second one can only be spared if the first one has come back."""
+    """Two servers, each of which is killed once; the second one can only be spared if the first one has
+    come back.
+    """
     away, back, alone = first_step, first_step + 1, first_step + 2
     return [
         goes_on(
             "one of two killed with requests on their way: started anew, and back in the next step",
             server("kill_server_soon", "requests.enter", away, rank=1),
             server("await_server", "update.enter", back, rank=1),
-            says=rf"(?s)replica 1 is lost: .*weight version {back}: engine replica 1 was started anew and generates again",
+            says=rf"(?s)replica 1 is lost: .*weight version {back}: engine replica 1 was started anew and "
+            r"generates again",
             overrides=["engine.replicas=2"],
         ),
         goes_on(
-            "the other one killed in a publish: the one that came back is given everything, and generates alone",
+            "the other one killed in a publish: the one that came back is given everything, and generates "
+            "alone",
             server("kill_server", "bucket.leave", alone),
             says=lost(0, KILLED, alone),
         ),
@@ -65,9 +69,19 @@ def two_servers(first_step):
 
 # One server for both ranks: nothing else is left when it dies, so the ranks wait until it is back.
 ALONE = [
-    goes_on("the only server killed with requests on their way", server("kill_server_soon", "requests.enter", 1), says=lost(0, KILLED, 0)),
-    goes_on("its workers killed in a publish", server("kill_server_workers", "bucket.enter", 2), says=lost(0, "", 2)),
-    goes_on("killed before a commit", server("kill_server", "server_commit.enter", 3), says=lost(0, KILLED, 3)),
+    goes_on(
+        "the only server killed with requests on their way",
+        server("kill_server_soon", "requests.enter", 1),
+        says=lost(0, KILLED, 0),
+    ),
+    goes_on(
+        "its workers killed in a publish",
+        server("kill_server_workers", "bucket.enter", 2),
+        says=lost(0, "", 2),
+    ),
+    goes_on(
+        "killed before a commit", server("kill_server", "server_commit.enter", 3), says=lost(0, KILLED, 3)
+    ),
     goes_on(
         "frozen while it generates, and killed while it is started anew",
         server("freeze_server", "requests.enter", 4),
@@ -95,7 +109,8 @@ ENGINES = Chain(
                 "killed in a publish when no restart is left: the trained step is saved",
                 "resumes",
                 [server("kill_server", "bucket.enter", 6)],
-                says=r"(?s)rank \d failed in step 7, phase rollout: .*no rollout engine is left: replica 0: .*are used up",
+                says=r"(?s)rank \d failed in step 7, phase rollout: .*no rollout engine is left: replica 0: "
+                r".*are used up",
                 overrides=["engine.max_restarts=0"],
                 leaves=servers_left,
             )
@@ -122,7 +137,8 @@ ENGINES = Chain(
             goes_on("its port taken meanwhile", server("take_port", "port.leave", None, rank=1), says=""),
             *two_servers(9),
             goes_on(
-                "one of two killed when the other one serves the new weights already: that one is given them again",
+                "one of two killed when the other one serves the new weights already: that one is given "
+                "them again",
                 server("await_server", "update.enter", 12),
                 server("kill_server", "server_serve.enter", 13, rank=1),
                 says=rf"(?s)weight version 12: engine replica 0 was started anew.*{lost(1, KILLED, 13)}",
@@ -140,19 +156,34 @@ ENGINES = Chain(
     seconds=600.0,
 )
 
-SHORT_ENGINES = Chain("short engines", 2, ["parallel.tp=2", *SERVER], [two_servers(1)], needs=VLLM, seconds=300.0)
+SHORT_ENGINES = Chain(
+    "short engines", 2, ["parallel.tp=2", *SERVER], [two_servers(1)], needs=VLLM, seconds=300.0
+)
 
-# Servers whose ranks are members of a process group with the trainer's, which is made anew after each of these.
-BY_GROUP = [option for option in SERVER if not option.startswith("weights.delta")] + ["weights.transport=group"]
+# Servers whose ranks are members of a process group with the trainer's, which is made anew after each of
+# these.
+BY_GROUP = [option for option in SERVER if not option.startswith("weights.delta")] + [
+    "weights.transport=group"
+]
 GROUPS = Chain(
     "groups",
     2,
     ["parallel.tp=2", *BY_GROUP],
     [
         [
-            goes_on("group: killed in a publish", server("kill_server", "bucket.enter", 1), says=lost(0, KILLED, 1)),
-            goes_on("group: its workers killed in a publish", server("kill_server_workers", "bucket.enter", 2), says=lost(0, "", 2)),
-            goes_on("group: frozen in a publish", server("freeze_server", "bucket.enter", 3), says=lost(0, "", 3)),
+            goes_on(
+                "group: killed in a publish",
+                server("kill_server", "bucket.enter", 1),
+                says=lost(0, KILLED, 1),
+            ),
+            goes_on(
+                "group: its workers killed in a publish",
+                server("kill_server_workers", "bucket.enter", 2),
+                says=lost(0, "", 2),
+            ),
+            goes_on(
+                "group: frozen in a publish", server("freeze_server", "bucket.enter", 3), says=lost(0, "", 3)
+            ),
         ],
     ],
     needs=VLLM,

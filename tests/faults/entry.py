@@ -1,4 +1,6 @@
-"""`python -m megagrpo.train` with faults, for launchers that start the ranks themselves: FAULTS names a JSON file of `faults` and `log`."""
+"""`python -m megagrpo.train` with faults, for launchers that start the ranks themselves: FAULTS names a
+JSON file of `faults` and `log`.
+"""
 
 import json
 import os

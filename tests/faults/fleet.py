@@ -1,4 +1,6 @@
-"""Starts ranks from a warm process and hosts the store that they meet in: what a launcher does, without its help when a rank fails."""
+"""Starts ranks from a warm process and hosts the store that they meet in: what a launcher does, without
+its help when a rank fails.
+"""
 
 import contextlib
 import json
@@ -14,11 +16,21 @@ import torch.distributed as dist
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LAUNCHER_SECONDS = 280.0  # with starts that import everything
-RUN = "import sys; from megagrpo.supervision.launch import run_ranks; sys.exit(run_ranks(sys.argv[2:], int(sys.argv[1]), 1, 'entry'))"
+RUN = (
+    "import sys; from megagrpo.supervision.launch import run_ranks; sys.exit(run_ranks(sys.argv[2:], "
+    "int(sys.argv[1]), 1, 'entry'))"
+)
 LAUNCHERS = {
     "megagrpo run": lambda ranks: ["-c", RUN, str(ranks)],
     "torchrun": lambda ranks: [
-        *("-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=1", "--rdzv-backend=c10d"),
+        *(
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=1",
+            f"--nproc-per-node={ranks}",
+            "--max-restarts=1",
+            "--rdzv-backend=c10d",
+        ),
         *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "entry"),
     ],
 }
@@ -35,7 +47,8 @@ def environment() -> dict[str, str]:
 class Ended:
     """How the ranks of one launch ended."""
 
-    codes: list[int | str]  # exit codes of the ranks, or of the launcher; negative: the signal; "hung": had to be killed
+    # exit codes of the ranks, or of the launcher; negative: the signal; "hung": had to be killed
+    codes: list[int | str]
     output: str
     notes: list[dict]  # what the injectors noted: faults that were met, rows that were recorded
 
@@ -49,18 +62,34 @@ class Fleet:
         self._log = (folder / "server.log").open("w")
         command = [sys.executable, str(HERE / "rank_server.py")]
         self._server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment(), cwd=ROOT
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment(),
+            cwd=ROOT,
         )
 
     def launch(
-        self, ranks: int, arguments: list[str], run_dir: Path, faults: list[dict], launcher: str = "fleet", seconds: float = RANK_SECONDS
+        self,
+        ranks: int,
+        arguments: list[str],
+        run_dir: Path,
+        faults: list[dict],
+        launcher: str = "fleet",
+        seconds: float = RANK_SECONDS,
     ) -> Ended:
-        """Run `megagrpo.train` with `arguments` on `ranks` ranks that meet these faults, and wait until all have ended."""
+        """Run `megagrpo.train` with `arguments` on `ranks` ranks that meet these faults, and wait until
+        all have ended.
+        """
         self._count += 1
         output, notes = self.folder / f"output_{self._count}.txt", self.folder / f"notes_{self._count}.jsonl"
         plan = {"faults": faults, "log": str(notes), "run_dir": str(run_dir)}
         if launcher == "fleet":
-            codes = self._fork(plan | {"ranks": ranks, "arguments": arguments, "output": str(output), "seconds": seconds})
+            codes = self._fork(
+                plan | {"ranks": ranks, "arguments": arguments, "output": str(output), "seconds": seconds}
+            )
         else:
             codes = [self._start(launcher, plan, ranks, arguments, output)]
         return Ended(codes, output.read_text(), read_notes(notes))
@@ -75,7 +104,9 @@ class Fleet:
         return json.loads(answer)
 
     def _start(self, launcher: str, plan: dict, ranks: int, arguments: list[str], output: Path) -> int | str:
-        """Start a real launcher, and wait for it and for ranks that outlive it: they hold its standard output."""
+        """Start a real launcher, and wait for it and for ranks that outlive it: they hold its standard
+        output.
+        """
         path = self.folder / f"plan_{self._count}.json"
         path.write_text(json.dumps(plan))
         command = [sys.executable, *LAUNCHERS[launcher](ranks), *arguments]

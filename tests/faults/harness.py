@@ -25,7 +25,8 @@ CONFIG = [
     "evaluation.sets.0.limit=4",
     "evaluation.sets.1.limit=4",
     "checkpoint.every=1",
-    "checkpoint.asynchronous=false",  # with saves in the background a fault costs the step that was being saved too
+    # with saves in the background a fault costs the step that was being saved too
+    "checkpoint.asynchronous=false",
     "telemetry.tensorboard=false",
     "telemetry.completions_every=0",
     "watchdog.floor_seconds=60",
@@ -40,15 +41,24 @@ def run_chain(chain: Chain, fleet: Fleet, folder: Path) -> list[Result]:
 def format_table(results: list[Result]) -> str:
     """Return the table: fault, outcome, seconds to recover, steps lost, bit-equal."""
     rows = [("fault", "outcome", "recover_seconds", "steps_lost", "bit_equal")]
-    rows += [tuple("-" if value is None else str(value) for value in result.row().values()) for result in results]
+    rows += [
+        tuple("-" if value is None else str(value) for value in result.row().values()) for result in results
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--chain", action="append", choices=[chain.name for chain in CHAINS], help="only this one; may be repeated")
+    parser.add_argument(
+        "--chain",
+        action="append",
+        choices=[chain.name for chain in CHAINS],
+        help="only this one; may be repeated",
+    )
     options = parser.parse_args()
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +76,9 @@ def main() -> int:
             fleet.close()
     print(format_table(results))
     if options.json:
-        options.json.write_text(json.dumps([result.row() for result in results], indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(
+            json.dumps([result.row() for result in results], indent=2) + "\n", encoding="utf-8"
+        )
     broken = [result for result in results if result.problems]
     for result in broken:
         print(f"\n{result.fault}\n  " + "\n  ".join(result.problems), file=sys.stderr)

@@ -1,9 +1,9 @@
 """Breaks a rank at a named point. Installed before the training starts; the product knows nothing of it.
 
 A fault is a dict:
-    point   where: `PHASE.enter`, `PHASE.leave` of the trainer's phases (rollout, update, publish, evaluate, checkpoint, ...); the name of a
-            wrapped function (see FUNCTIONS) with `.enter` or `.leave`; `files`: any change in the checkpoints' folder; `files.open`: a
-            file there is opened to be written
+    point   where: `PHASE.enter`, `PHASE.leave` of the trainer's phases (rollout, update, publish, evaluate,
+            checkpoint, ...); the name of a wrapped function (see FUNCTIONS) with `.enter` or `.leave`;
+            `files`: any change in the checkpoints' folder; `files.open`: a file there is opened to be written
     action  what: see ACTIONS
     step    in which step; None: in any
     rank    on which rank; None: on all
@@ -100,7 +100,11 @@ def _servers():
     import psutil
 
     for _ in range(100):  # one that has just been started may not have its command line yet
-        if found := [child for child in psutil.Process().children() if any("_server.py" in word for word in child.cmdline())]:
+        if found := [
+            child
+            for child in psutil.Process().children()
+            if any("_server.py" in word for word in child.cmdline())
+        ]:
             return found
         time.sleep(0.05)
     raise RuntimeError("this rank has no server")
@@ -210,7 +214,10 @@ class Injector:
 
     def note(self, kind: str, **more: object) -> None:
         """Append a line to the log that the harness reads; written with the unpatched calls."""
-        line = json.dumps({"kind": kind, "time": time.time(), "rank": self.rank, "step": self.step, **more}) + "\n"
+        line = (
+            json.dumps({"kind": kind, "time": time.time(), "rank": self.rank, "step": self.step, **more})
+            + "\n"
+        )
         descriptor = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(descriptor, line.encode())
         os.close(descriptor)
@@ -275,7 +282,11 @@ def _watch_files(folder: str, injector: Injector) -> None:
     def guard(function, writes):
         @functools.wraps(function)
         def wrapped(path, *arguments, **options):
-            if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(folder) and writes(*arguments, **options):
+            if (
+                isinstance(path, (str, os.PathLike))
+                and os.fspath(path).startswith(folder)
+                and writes(*arguments, **options)
+            ):
                 injector.hit("files")
                 if writes is opens_to_write:
                     injector.hit("files.open")

@@ -1,8 +1,11 @@
-"""Forks the ranks of one launch after the other from a process that has everything imported: a start costs a second instead of ten.
+"""Forks the ranks of one launch after the other from a process that has everything imported: a start costs a
+second instead of ten.
 
-One JSON object a line on standard input: `{"ranks": n, "port": p, "arguments": [...], "faults": [...], "log": path, "run_dir": path,
-"output": path, "seconds": limit}`; one line back when all ranks have ended: their exit codes, "hung" for a rank that had to be killed at
-the limit. Nothing ends the ranks that are left after one has failed: that is for them to do.
+One JSON object a line on standard input: `{"ranks": n, "port": p, "arguments": [...], "faults": [...], "log":
+    path, "run_dir": path,
+"output": path, "seconds": limit}`; one line back when all ranks have ended: their exit codes, "hung" for a
+rank that had to be killed at the limit. Nothing ends the ranks that are left after one has failed: that is
+for them to do.
 """
 
 import json
@@ -13,7 +16,9 @@ import time
 import traceback
 from pathlib import Path
 
-os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false"
+)
 
 from megagrpo.device import device as device_module
 

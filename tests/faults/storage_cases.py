@@ -14,11 +14,25 @@ def files(action, step, rank, point="files.open", **more):
 
 def killed_in_a_save(step, rank, operation):
     name = f"rank {rank} killed in a save, at its {operation}. change of a file"
-    return [Case(name, "resumes", [files("kill", step, rank, "files", skip=operation - 1)], says=rf"rank {rank} died in step {step}")]
+    return [
+        Case(
+            name,
+            "resumes",
+            [files("kill", step, rank, "files", skip=operation - 1)],
+            says=rf"rank {rank} "
+            rf"died in step {step}",
+        )
+    ]
 
 
 def not_saved(name, fault, error):
-    return Case(name, "goes on", [fault], says=rf"warning: checkpoint not saved: (?s:.)*{error}(?s:.)*tried again after the next step")
+    return Case(
+        name,
+        "goes on",
+        [fault],
+        says=rf"warning: checkpoint not saved: (?s:.)*{error}(?s:.)*tried "
+        r"again after the next step",
+    )
 
 
 def newest(run_dir: Path) -> Path:
@@ -106,11 +120,22 @@ def let_the_lock_go(_: Path) -> None:
 
 def ends(step):
     """End a launch whose other cases go on."""
-    return Case("killed after that", "resumes", [{"point": "update.enter", "action": "kill", "step": step, "rank": 1}])
+    return Case(
+        "killed after that", "resumes", [{"point": "update.enter", "action": "kill", "step": step, "rank": 1}]
+    )
 
 
 def damaged(name, tamper, step):
-    return [Case(name, "goes on", tamper=tamper, says=r"warning: checkpoint .*step_\d+ is damaged and passed over: .+"), ends(step)]
+    return [
+        Case(
+            name,
+            "goes on",
+            tamper=tamper,
+            says=r"warning: checkpoint .*step_\d+ is damaged and "
+            r"passed over: .+",
+        ),
+        ends(step),
+    ]
 
 
 def refused(name, says, *overrides, tamper=None, mend=None):
@@ -129,13 +154,20 @@ SAVES = Chain(
         killed_in_a_save(6, rank=0, operation=10),
         [
             not_saved("the disk is full for one save", files("no_space", 7, 0), "No space left on device"),
-            not_saved("the disk is read-only for one save, on one rank", files("read_only", 8, 1), "Read-only file system"),
+            not_saved(
+                "the disk is read-only for one save, on one rank",
+                files("read_only", 8, 1),
+                "Read-only file system",
+            ),
             not_saved("an I/O error in a save, on one rank", files("io_error", 9, 1), "Input/output error"),
             Case("the disk is slow", "goes on", [files("slow", 10, 1)]),
             Case(
                 "no space for the metrics, for two steps",
                 "goes on",
-                [{"point": "append.enter", "action": "no_space", "step": step, "rank": 0} for step in (11, 12)],
+                [
+                    {"point": "append.enter", "action": "no_space", "step": step, "rank": 0}
+                    for step in (11, 12)
+                ],
                 says=r"warning: jsonl can't be written now: \[Errno 28\](?s:.)*jsonl can be written again",
             ),
             Case(
@@ -172,7 +204,12 @@ FOLDERS = Chain(
             Case("the last row of the metrics is torn", "goes on", tamper=tear_the_last_row),
             ends(10),
         ],
-        refused("every checkpoint is damaged", "no good checkpoint is left", tamper=hide_manifests, mend=show_manifests),
+        refused(
+            "every checkpoint is damaged",
+            "no good checkpoint is left",
+            tamper=hide_manifests,
+            mend=show_manifests,
+        ),
         refused(
             "the checkpoint is of a newer version",
             "has checkpoint format 99",
@@ -180,13 +217,20 @@ FOLDERS = Chain(
             mend=put_manifest_back,
         ),
         refused("the configuration differs", r"optimizer\.lr", "optimizer.lr=1.0e-5"),
-        refused("another model", "is of another model or tokenizer: .*eps", "model.path=RUN_DIR/other_model", tamper=make_another_model),
+        refused(
+            "another model",
+            "is of another model or tokenizer: .*eps",
+            "model.path=RUN_DIR/other_model",
+            tamper=make_another_model,
+        ),
         refused(
             "another tokenizer",
             "is of another model or tokenizer: .*tokenizer",
             "model.tokenizer=RUN_DIR/other_tokenizer",
             tamper=make_another_tokenizer,
         ),
-        refused("a live run is in the folder", "in use by a live run", tamper=hold_the_lock, mend=let_the_lock_go),
+        refused(
+            "a live run is in the folder", "in use by a live run", tamper=hold_the_lock, mend=let_the_lock_go
+        ),
     ],
 )

@@ -1,6 +1,7 @@
 """The exact full-vocabulary KL against dense float64 `torch.distributions`-style arithmetic, on one rank.
 
-Tolerances: float64 results differ by summation order alone, so 1e-11; float32 ones by the error of a float32 dot product, so 1e-5.
+Tolerances: float64 results differ by summation order alone, so 1e-11; float32 ones by the error of a float32
+    dot product, so 1e-5.
 """
 
 import pytest
@@ -22,7 +23,12 @@ def inputs(dtype=torch.float64):
     generator = torch.Generator().manual_seed(5)
     shapes = [(ROWS, HIDDEN), (PADDED, HIDDEN), (ROWS, REFERENCE_HIDDEN), (PADDED, REFERENCE_HIDDEN)]
     hidden, weight, *reference = (torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes)
-    return hidden.requires_grad_(), weight.requires_grad_(), *reference, torch.randint(VOCAB, (ROWS,), generator=generator)
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        *reference,
+        torch.randint(VOCAB, (ROWS,), generator=generator),
+    )
 
 
 def dense(hidden, weight, reference_hidden, reference_weight, targets, temperature):
@@ -32,7 +38,12 @@ def dense(hidden, weight, reference_hidden, reference_weight, targets, temperatu
     reference = torch.log_softmax(reference_hidden @ reference_weight[:VOCAB].t() / temperature, dim=-1)
     kl = torch.nn.functional.kl_div(reference, actor, log_target=True, reduction="none").sum(dim=1)
     at_target = targets.unsqueeze(1)
-    return kl, -(actor.exp() * actor).sum(dim=1), actor.gather(1, at_target).squeeze(1), reference.gather(1, at_target).squeeze(1)
+    return (
+        kl,
+        -(actor.exp() * actor).sum(dim=1),
+        actor.gather(1, at_target).squeeze(1),
+        reference.gather(1, at_target).squeeze(1),
+    )
 
 
 def fused(*tensors, temperature=1.0):
@@ -40,7 +51,9 @@ def fused(*tensors, temperature=1.0):
     return result.kl, result.entropy, result.logprobs, result.reference_logprobs
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.linspace(0.5, 2.0, ROWS)], ids=["1", "0.7", "per row"])
+@pytest.mark.parametrize(
+    "temperature", [1.0, 0.7, torch.linspace(0.5, 2.0, ROWS)], ids=["1", "0.7", "per row"]
+)
 def test_values_and_gradients_equal_the_dense_definition(temperature):
     tensors = inputs()
     ours, expected = fused(*tensors, temperature=temperature), dense(*tensors, temperature)
@@ -66,12 +79,18 @@ def test_the_divergence_of_a_model_from_itself_is_zero_with_zero_gradients():
 
 
 def test_a_small_divergence_keeps_its_digits_in_float32():
-    """KL of 1e-8 to 1e-3 under logits of about 10: the error stays that of float32 sums of size 1, a few times 6e-8."""
+    """KL of 1e-8 to 1e-3 under logits of about 10: the error stays that of float32 sums of size 1, a few
+    times 6e-8.
+    """
     hidden, weight, *_ = inputs(torch.float32)
     hidden = hidden.detach() * 4
     moved = weight.detach() + 1e-2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     ours = linear_exact_kl(hidden, weight, hidden, moved, vocab_size=VOCAB).kl.detach()
-    exact = dense(*(tensor.double() for tensor in (hidden, weight, hidden, moved)), torch.zeros(ROWS, dtype=torch.int64), 1.0)[0]
+    exact = dense(
+        *(tensor.double() for tensor in (hidden, weight, hidden, moved)),
+        torch.zeros(ROWS, dtype=torch.int64),
+        1.0,
+    )[0]
     assert float(exact.detach().max()) < 3e-3
     torch.testing.assert_close(ours.double(), exact.detach(), rtol=1e-3, atol=3e-7)
     assert ours.min() >= 0
@@ -106,5 +125,7 @@ def test_no_rows_give_empty_results_and_zero_gradients():
 
 def test_a_reference_of_other_rows_is_refused():
     hidden, weight, reference_hidden, reference_weight, _ = inputs()
-    with pytest.raises(UserError, match="the reference has 6 rows and 40 columns, the actor 7 and 40; they must be equal"):
+    with pytest.raises(
+        UserError, match="the reference has 6 rows and 40 columns, the actor 7 and 40; they must be equal"
+    ):
         linear_exact_kl(hidden, weight, reference_hidden[:6], reference_weight, vocab_size=VOCAB)

@@ -14,7 +14,9 @@ from megagrpo.ops.token_loss import linear_token_loss
 
 VOCAB, HIDDEN, ROWS = 37, 6, 7
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +48,16 @@ def test_values_and_gradients_equal_the_dense_ones_in_both_forms():
         torch.testing.assert_close((ours.logprobs, ours.entropy), (logprobs, entropy), rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(loss(recomputed.logprobs, recomputed.entropy).sum(), (hidden, weight))
     torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(formed.loss, (hidden, weight)), expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(formed.loss, (hidden, weight)), expected, rtol=1e-11, atol=1e-12
+    )
 
 
 def test_scoring_needs_no_moment():
-    hidden, weight = torch.randn(ROWS, HIDDEN, dtype=torch.float64), torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
+    hidden, weight = (
+        torch.randn(ROWS, HIDDEN, dtype=torch.float64),
+        torch.randn(VOCAB, HIDDEN, dtype=torch.float64),
+    )
     targets = torch.arange(ROWS)
     ours = linear_logprobs(hidden, weight, targets, vocab_size=VOCAB).logprobs
     expected = torch.log_softmax(hidden @ weight.t(), dim=-1).gather(1, targets[:, None])[:, 0]

@@ -1,6 +1,7 @@
 """The fused output layer against dense float64 `torch.log_softmax`, on one rank.
 
-Tolerances: float64 results may differ by summation order alone, so 1e-12 relative; float32 ones by the error of a float32 dot product
+Tolerances: float64 results may differ by summation order alone, so 1e-12 relative; float32 ones by the error
+    of a float32 dot product
 of length H, so 1e-5.
 """
 
@@ -29,7 +30,9 @@ def dense(hidden, weight, targets, temperature=1.0):
 
 
 def fused(hidden, weight, targets, temperature=1.0, **options):
-    result = linear_logprobs(hidden, weight, targets, vocab_size=VOCAB, temperature=temperature, compute_entropy=True, **options)
+    result = linear_logprobs(
+        hidden, weight, targets, vocab_size=VOCAB, temperature=temperature, compute_entropy=True, **options
+    )
     return result.logprobs, result.entropy
 
 
@@ -48,7 +51,9 @@ def inputs(num_rows, dtype=torch.float64, seed=0):
 def test_values_equal_the_dense_log_softmax(tile_shape, num_rows, temperature):
     hidden, weight, targets = inputs(num_rows)
     temperature = torch.linspace(0.5, 2.0, num_rows) if temperature == "per row" else temperature
-    for ours, expected in zip(fused(hidden, weight, targets, temperature), dense(hidden, weight, targets, temperature), strict=True):
+    for ours, expected in zip(
+        fused(hidden, weight, targets, temperature), dense(hidden, weight, targets, temperature), strict=True
+    ):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -95,7 +100,9 @@ def test_huge_logits_stay_finite_and_log_probs_never_positive(tile_shape):
 
 
 def test_bfloat16_inputs_have_float32_statistics(tile_shape):
-    """The error against float64 on the same rounded inputs is that of float32: 1e-5, where bfloat16 logits would give 1e-2."""
+    """The error against float64 on the same rounded inputs is that of float32: 1e-5, where bfloat16 logits
+    would give 1e-2.
+    """
     hidden, weight, targets = inputs(7, torch.bfloat16)
     logprobs, entropy = fused(hidden, weight, targets)
     assert logprobs.dtype == entropy.dtype == torch.float32
@@ -106,13 +113,21 @@ def test_bfloat16_inputs_have_float32_statistics(tile_shape):
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: there the GEMMs keep float32 results of bfloat16 operands")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="needs a GPU: there the GEMMs keep float32 results of bfloat16 operands",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_gives_the_dense_values_and_gradients(dtype):
-    """Tolerance for gradients: the logit gradient is rounded to the operands' type before the GEMMs, 2^-8 for bfloat16."""
+    """Tolerance for gradients: the logit gradient is rounded to the operands' type before the GEMMs, 2^-8
+    for bfloat16.
+    """
     hidden, weight, targets = (tensor.detach().cuda() for tensor in inputs(7, dtype))
     exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
-    ours, expected = fused(hidden.requires_grad_(), weight.requires_grad_(), targets, 0.7), dense(*exact, targets, 0.7)
+    ours, expected = (
+        fused(hidden.requires_grad_(), weight.requires_grad_(), targets, 0.7),
+        dense(*exact, targets, 0.7),
+    )
     for left, right in zip(ours, expected, strict=True):
         torch.testing.assert_close(left.double(), right, rtol=1e-5, atol=1e-5)
     (ours[0].sum() + ours[1].sum()).backward()
@@ -124,7 +139,13 @@ def test_a_gpu_gives_the_dense_values_and_gradients(dtype):
 
 def test_uniform_logits_have_the_entropy_of_the_uniform_distribution():
     hidden = torch.zeros(3, HIDDEN)
-    result = linear_logprobs(hidden, torch.ones(PADDED, HIDDEN), torch.zeros(3, dtype=torch.int64), vocab_size=VOCAB, compute_entropy=True)
+    result = linear_logprobs(
+        hidden,
+        torch.ones(PADDED, HIDDEN),
+        torch.zeros(3, dtype=torch.int64),
+        vocab_size=VOCAB,
+        compute_entropy=True,
+    )
     torch.testing.assert_close(result.entropy, torch.full((3,), math.log(VOCAB)))
     torch.testing.assert_close(result.logprobs, torch.full((3,), -math.log(VOCAB)))
 

@@ -8,14 +8,32 @@ from pathlib import Path
 import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_logprobs.py"
-FIELDS = {"implementation", "T", "V", "H", "tp", "peak_extra_bytes", "forward_cpu_seconds", "forward_backward_cpu_seconds"}
+FIELDS = {
+    "implementation",
+    "T",
+    "V",
+    "H",
+    "tp",
+    "peak_extra_bytes",
+    "forward_cpu_seconds",
+    "forward_backward_cpu_seconds",
+}
 
 
 @pytest.mark.distributed
 def test_every_row_names_its_cell_and_its_measurements(tmp_path):
     rows_file = tmp_path / "rows.json"
     sizes = ["--tokens", "8", "--vocabulary", "64", "--hidden", "8", "--tp", "2", "--repeats", "1"]
-    command = [sys.executable, str(TOOL), *sizes, "--implementations", "ours_token", "dense", "--json", str(rows_file)]
+    command = [
+        sys.executable,
+        str(TOOL),
+        *sizes,
+        "--implementations",
+        "ours_token",
+        "dense",
+        "--json",
+        str(rows_file),
+    ]
     output = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
     rows = json.loads(rows_file.read_text())
     assert [row["implementation"] for row in rows] == ["gemm", "ours_token", "dense"]

@@ -1,6 +1,8 @@
-"""The output layer's largest allocation, counted at torch's dispatcher: it must not grow with the number of tokens.
+"""The output layer's largest allocation, counted at torch's dispatcher: it must not grow with the number of
+tokens.
 
-Only results of [T, H] (the hidden gradient) and [Vp, H] (the weight's) may be larger than the tiles and the stash.
+Only results of [T, H] (the hidden gradient) and [Vp, H] (the weight's) may be larger than the tiles and the
+stash.
 """
 
 import pytest
@@ -54,12 +56,19 @@ def sequence_level(hidden, weight, targets):
 
 def token_level(hidden, weight, targets):
     linear_token_loss(
-        hidden, weight, targets, lambda logprobs, entropy, rows: logprobs + entropy, vocab_size=VOCAB, compute_entropy=True
+        hidden,
+        weight,
+        targets,
+        lambda logprobs, entropy, rows: logprobs + entropy,
+        vocab_size=VOCAB,
+        compute_entropy=True,
     ).loss.backward()
 
 
 def exact_kl(hidden, weight, targets):
-    linear_exact_kl(hidden, weight, hidden.detach() / 2, weight.detach(), vocab_size=VOCAB).kl.sum().backward()
+    linear_exact_kl(
+        hidden, weight, hidden.detach() / 2, weight.detach(), vocab_size=VOCAB
+    ).kl.sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ def dense_loss(hidden, weight, targets, with_entropy, temperature=0.8):
 def test_loss_and_gradients_equal_dense_autograd(with_entropy):
     hidden, weight, targets = inputs()
     expected = dense_loss(hidden, weight, targets, with_entropy)
-    result = linear_token_loss(hidden, weight, targets, clipped_loss, vocab_size=VOCAB, temperature=0.8, compute_entropy=with_entropy)
+    result = linear_token_loss(
+        hidden, weight, targets, clipped_loss, vocab_size=VOCAB, temperature=0.8, compute_entropy=with_entropy
+    )
     torch.testing.assert_close(result.loss, expected, rtol=1e-12, atol=1e-12)
     # The factor 3 is what an upstream operation would bring.
     gradients = torch.autograd.grad(3 * result.loss, (hidden, weight))
@@ -77,15 +79,24 @@ def test_the_exact_kl_in_the_loss_equals_dense_autograd(with_entropy):
     def loss_fn(logprobs, entropy, rows, kl):
         return clipped_loss(logprobs, entropy, rows) + coefficients[rows] * kl
 
-    actor, other = (torch.log_softmax(h @ w[:VOCAB].t() / 0.8, dim=-1) for h, w in ((hidden, weight), reference))
+    actor, other = (
+        torch.log_softmax(h @ w[:VOCAB].t() / 0.8, dim=-1) for h, w in ((hidden, weight), reference)
+    )
     kl = (actor.exp() * (actor - other)).sum(dim=1)
     expected = dense_loss(hidden, weight, targets, with_entropy) + (coefficients * kl).sum()
-    options = {"vocab_size": VOCAB, "temperature": 0.8, "compute_entropy": with_entropy, "reference": tuple(reference)}
+    options = {
+        "vocab_size": VOCAB,
+        "temperature": 0.8,
+        "compute_entropy": with_entropy,
+        "reference": tuple(reference),
+    }
     result = linear_token_loss(hidden, weight, targets, loss_fn, **options)
     torch.testing.assert_close(result.kl, kl.detach(), rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(result.loss, expected, rtol=1e-11, atol=1e-12)
     assert (result.entropy is not None) == with_entropy
-    for ours, dense in zip(*(torch.autograd.grad(2 * loss, (hidden, weight)) for loss in (result.loss, expected)), strict=True):
+    for ours, dense in zip(
+        *(torch.autograd.grad(2 * loss, (hidden, weight)) for loss in (result.loss, expected)), strict=True
+    ):
         torch.testing.assert_close(ours, dense, rtol=1e-11, atol=1e-12)
 
 
@@ -98,10 +109,14 @@ def test_a_loss_that_couples_rows_is_right_exactly_where_one_chunk_holds_them(ch
 
     assert fits_one_chunk(hidden, weight) == (chunks >= ROWS)
     if fits_one_chunk(hidden, weight):
-        logprobs = torch.log_softmax(hidden @ weight[:VOCAB].t(), dim=-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+        logprobs = (
+            torch.log_softmax(hidden @ weight[:VOCAB].t(), dim=-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+        )
         expected = coupled(logprobs, None, slice(0, ROWS)).sum()
         loss = linear_token_loss(hidden, weight, targets, coupled, vocab_size=VOCAB).loss
-        for ours, dense in zip(*(torch.autograd.grad(value, (hidden, weight)) for value in (loss, expected)), strict=True):
+        for ours, dense in zip(
+            *(torch.autograd.grad(value, (hidden, weight)) for value in (loss, expected)), strict=True
+        ):
             torch.testing.assert_close(ours, dense, rtol=1e-11, atol=1e-12)
 
 
@@ -109,7 +124,9 @@ def test_main_grad_is_added_to_and_the_hidden_gradient_carries_the_scale():
     hidden, weight, targets = inputs()
     weight.main_grad = torch.full_like(weight, 2.0)
     weight.grad_added_to_main_grad = False
-    result = linear_token_loss(hidden, weight, targets, clipped_loss, vocab_size=VOCAB, temperature=0.8, loss_scale=0.25)
+    result = linear_token_loss(
+        hidden, weight, targets, clipped_loss, vocab_size=VOCAB, temperature=0.8, loss_scale=0.25
+    )
     (result.loss / 4).backward()
     expected = torch.autograd.grad(dense_loss(hidden, weight, targets, False) / 4, (hidden, weight))
     torch.testing.assert_close(hidden.grad, expected[0], rtol=1e-11, atol=1e-12)
@@ -118,10 +135,14 @@ def test_main_grad_is_added_to_and_the_hidden_gradient_carries_the_scale():
 
 
 def test_a_low_precision_main_grad_gets_one_rounding_a_chunk():
-    """Its tile products are formed in float32: the error is that of adding at most 11 bfloat16 numbers, 2^-8 each."""
+    """Its tile products are formed in float32: the error is that of adding at most 11 bfloat16 numbers,
+    2^-8 each.
+    """
     hidden, weight, targets = inputs(torch.float32)
     weight.main_grad = torch.zeros(weight.shape, dtype=torch.bfloat16)
-    linear_token_loss(hidden, weight, targets, clipped_loss, vocab_size=VOCAB, temperature=0.8).loss.backward()
+    linear_token_loss(
+        hidden, weight, targets, clipped_loss, vocab_size=VOCAB, temperature=0.8
+    ).loss.backward()
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     dense_loss(*exact, targets, False).backward()
     torch.testing.assert_close(weight.main_grad.double(), exact[1].grad, rtol=2e-2, atol=2e-3)
@@ -132,7 +153,11 @@ def test_a_factor_that_main_grad_does_not_hold_is_refused():
     hidden, weight, targets = inputs()
     weight.main_grad = torch.zeros_like(weight)
     result = linear_token_loss(hidden, weight, targets, clipped_loss, vocab_size=VOCAB)
-    with pytest.raises(RuntimeError, match=r"a factor of 0\.5, but main_grad already holds the gradient for loss_scale = 1"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"a factor of 0\.5, but main_grad already holds the gradient for "
+        r"loss_scale = 1",
+    ):
         (result.loss / 2).backward()
 
 
@@ -146,16 +171,24 @@ def test_scoring_without_grad_leaves_main_grad_alone():
 
 def test_a_loss_that_ignores_the_log_probs_gives_zero_gradients():
     hidden, weight, targets = inputs()
-    linear_token_loss(hidden, weight, targets, lambda logprobs, *_: torch.ones_like(logprobs), vocab_size=VOCAB).loss.backward()
+    linear_token_loss(
+        hidden, weight, targets, lambda logprobs, *_: torch.ones_like(logprobs), vocab_size=VOCAB
+    ).loss.backward()
     assert hidden.grad.abs().max() == 0 and weight.grad.abs().max() == 0
 
 
 def test_no_rows_give_a_zero_loss_with_zero_gradients():
     hidden, weight, targets = inputs()
     empty = hidden.detach()[:0].requires_grad_()
-    result = linear_token_loss(empty, weight, targets[:0], clipped_loss, vocab_size=VOCAB, compute_entropy=True)
+    result = linear_token_loss(
+        empty, weight, targets[:0], clipped_loss, vocab_size=VOCAB, compute_entropy=True
+    )
     result.loss.backward()
-    assert float(result.loss.detach()) == 0 and result.logprobs.shape == result.entropy.shape == (0,) and weight.grad.abs().max() == 0
+    assert (
+        float(result.loss.detach()) == 0
+        and result.logprobs.shape == result.entropy.shape == (0,)
+        and weight.grad.abs().max() == 0
+    )
 
 
 def test_a_summed_loss_is_refused():
@@ -173,7 +206,9 @@ def test_a_second_backward_is_refused():
 
 
 class LikeMegatron:
-    """The backward hook of Megatron's DDP on one parameter (distributed_data_parallel.py, `_make_backward_post_hook`)."""
+    """The backward hook of Megatron's DDP on one parameter (distributed_data_parallel.py,
+    `_make_backward_post_hook`).
+    """
 
     def __init__(self, weight, tied):
         self.weight, self.calls = weight, 0
@@ -186,7 +221,9 @@ class LikeMegatron:
     def hook(self, *_):
         self.calls += 1
         weight = self.weight
-        if weight.grad is not None and (not weight.grad_added_to_main_grad or getattr(weight, "zero_out_wgrad", False)):
+        if weight.grad is not None and (
+            not weight.grad_added_to_main_grad or getattr(weight, "zero_out_wgrad", False)
+        ):
             weight.main_grad.add_(weight.grad)
         weight.grad = None
 
@@ -195,9 +232,11 @@ class LikeMegatron:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_megatrons_hook_runs_and_every_gradient_is_counted_once(dtype, tied, three_gemms):
-    """Tied: the embedding look-up's gradient and ours meet in one parameter. Two micro-batches: nothing is overwritten.
+    """Tied: the embedding look-up's gradient and ours meet in one parameter. Two micro-batches: nothing is
+    overwritten.
 
-    Tolerance: the look-up's gradient is summed in the parameter's type by autograd itself, hence 1e-2 for bfloat16.
+    Tolerance: the look-up's gradient is summed in the parameter's type by autograd itself, hence 1e-2 for
+        bfloat16.
     """
     _, weight, targets = inputs(dtype)
     tokens = torch.arange(ROWS) % 7
@@ -212,9 +251,13 @@ def test_megatrons_hook_runs_and_every_gradient_is_counted_once(dtype, tied, thr
 
     for _ in range(2):
         if three_gemms:
-            loss = linear_token_loss(hidden_of(weight), weight, targets, clipped_loss, vocab_size=VOCAB, temperature=0.8).loss
+            loss = linear_token_loss(
+                hidden_of(weight), weight, targets, clipped_loss, vocab_size=VOCAB, temperature=0.8
+            ).loss
         else:
-            logprobs = linear_logprobs(hidden_of(weight), weight, targets, vocab_size=VOCAB, temperature=0.8).logprobs
+            logprobs = linear_logprobs(
+                hidden_of(weight), weight, targets, vocab_size=VOCAB, temperature=0.8
+            ).logprobs
             loss = clipped_loss(logprobs, None, slice(0, ROWS)).sum()
         loss.backward()
     exact = weight.detach().double().requires_grad_()

@@ -11,7 +11,8 @@ from megagrpo.algorithms.kl import estimate_kl
 from megagrpo.algorithms.losses import LOSSES, LossInputs
 from megagrpo.config.algorithm import AlgorithmConfig
 
-ZERO_SUM = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gdpo", "pass_at_k"]  # opo: the length-weighted sum is 0
+# opo: the length-weighted sum is 0
+ZERO_SUM = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gdpo", "pass_at_k"]
 SCALE_FREE = ["grpo", "reinforce_pp", "reinforce_pp_baseline", "gdpo"]
 SHIFT_FREE = [name for name in ADVANTAGES.names() if name != "pass_at_k"]  # which reads success or failure
 # Multiples of 1/8 add and centre without rounding trouble: equal rewards stay equal after a shift.
@@ -25,14 +26,22 @@ def batches(draw):
     groups, size = draw(st.integers(1, 4)), draw(st.integers(2, 6))
 
     def table(element):
-        return torch.tensor(draw(st.lists(st.lists(element, min_size=size, max_size=size), min_size=groups, max_size=groups)))
+        return torch.tensor(
+            draw(st.lists(st.lists(element, min_size=size, max_size=size), min_size=groups, max_size=groups))
+        )
 
     return table(REWARD).double(), table(st.booleans()).bool(), table(st.integers(1, 50))
 
 
 def run(name, rewards, valid, lengths):
-    config = AlgorithmConfig(advantages=name, advantage_options={"k": 2.0} if name == "pass_at_k" else {}, advantage_std_epsilon=1e-12)
-    return compute_advantages(rewards, valid, config, lengths=lengths, reward_parts=rewards[:, :, None]).advantages
+    config = AlgorithmConfig(
+        advantages=name,
+        advantage_options={"k": 2.0} if name == "pass_at_k" else {},
+        advantage_std_epsilon=1e-12,
+    )
+    return compute_advantages(
+        rewards, valid, config, lengths=lengths, reward_parts=rewards[:, :, None]
+    ).advantages
 
 
 @pytest.mark.parametrize("name", ZERO_SUM)
@@ -55,7 +64,9 @@ def test_opo_advantages_weighted_by_length_sum_to_zero(batch):
 @given(batches(), st.integers(-64, 64))
 def test_adding_a_constant_to_all_rewards_changes_nothing(name, batch, shift):
     rewards, valid, lengths = batch
-    assert torch.allclose(run(name, rewards + shift, valid, lengths), run(name, rewards, valid, lengths), atol=1e-9)
+    assert torch.allclose(
+        run(name, rewards + shift, valid, lengths), run(name, rewards, valid, lengths), atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", SCALE_FREE)
@@ -63,7 +74,9 @@ def test_adding_a_constant_to_all_rewards_changes_nothing(name, batch, shift):
 @given(batches(), st.sampled_from([0.125, 0.5, 3.0, 64.0]))
 def test_scaling_all_rewards_changes_nothing_where_they_are_normalised(name, batch, scale):
     rewards, valid, lengths = batch
-    assert torch.allclose(run(name, rewards * scale, valid, lengths), run(name, rewards, valid, lengths), atol=1e-9)
+    assert torch.allclose(
+        run(name, rewards * scale, valid, lengths), run(name, rewards, valid, lengths), atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.names())
@@ -85,7 +98,10 @@ def test_padding_a_group_with_invalid_completions_changes_nothing(name, batch, f
     rewards, valid, lengths = batch
     column = torch.full((rewards.shape[0], 1), filler).double()
     padded = run(
-        name, torch.cat([rewards, column], 1), torch.cat([valid, column > 1e9], 1), torch.cat([lengths, torch.ones_like(column).long()], 1)
+        name,
+        torch.cat([rewards, column], 1),
+        torch.cat([valid, column > 1e9], 1),
+        torch.cat([lengths, torch.ones_like(column).long()], 1),
     )
     assert torch.allclose(padded[:, :-1], run(name, rewards, valid, lengths), atol=1e-12)
     assert padded[:, -1].eq(0).all()
@@ -106,15 +122,21 @@ def token_batches(draw):
     floats = st.floats(-4, 0, width=32)
     total = sum(lengths)
     old = torch.tensor(draw(st.lists(floats, min_size=total, max_size=total))).double()
-    log_ratio = torch.tensor(draw(st.lists(st.floats(-1, 1, width=32), min_size=total, max_size=total))).double()
-    advantages = torch.tensor(draw(st.lists(st.floats(-2, 2, width=32), min_size=len(lengths), max_size=len(lengths)))).double()
+    log_ratio = torch.tensor(
+        draw(st.lists(st.floats(-1, 1, width=32), min_size=total, max_size=total))
+    ).double()
+    advantages = torch.tensor(
+        draw(st.lists(st.floats(-2, 2, width=32), min_size=len(lengths), max_size=len(lengths)))
+    ).double()
     return torch.tensor(lengths), old, log_ratio, advantages
 
 
 def token_losses(name, lengths, old, log_ratio, advantages):
     ids = torch.arange(len(lengths)).repeat_interleave(lengths)
     actor = (old + log_ratio).requires_grad_()
-    loss = LOSSES.get(name)(LossInputs(actor, old, advantages[ids], ids, len(lengths), AlgorithmConfig(loss=name))).loss
+    loss = LOSSES.get(name)(
+        LossInputs(actor, old, advantages[ids], ids, len(lengths), AlgorithmConfig(loss=name))
+    ).loss
     loss.sum().backward()
     return loss.detach(), actor.grad
 
@@ -156,7 +178,9 @@ def test_weights_of_all_tokens_sum_to_one(mode, sequences):
 @quick
 @given(st.floats(-30, 0, width=32), st.floats(-30, 0, width=32))
 def test_kl_estimates_are_non_negative(estimator, dtype, logprob, ref_logprob):
-    estimate = estimate_kl(torch.tensor([logprob], dtype=dtype), torch.tensor([ref_logprob], dtype=dtype), estimator)
+    estimate = estimate_kl(
+        torch.tensor([logprob], dtype=dtype), torch.tensor([ref_logprob], dtype=dtype), estimator
+    )
     assert estimate.item() >= 0
 
 

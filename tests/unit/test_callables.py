@@ -25,13 +25,19 @@ def test_module_and_file_functions_are_found(tmp_path):
 
 def test_a_file_is_imported_once_and_may_import_its_neighbour(tmp_path):
     write(tmp_path, "neighbour_of_reward_b.py", "OFFSET = 10\n")
-    path = write(tmp_path, "reward_b.py", "from neighbour_of_reward_b import OFFSET\ndef score(x):\n    return x + OFFSET\n")
+    path = write(
+        tmp_path,
+        "reward_b.py",
+        "from neighbour_of_reward_b import OFFSET\ndef score(x):\n    return x + OFFSET\n",
+    )
     assert load_callable(f"{path}:score")(1) == 11
     assert load_callable(f"{path}:score") is load_callable(f"{path}:score")
 
 
 def test_dataclasses_of_a_loaded_file_can_be_pickled(tmp_path):
-    path = write(tmp_path, "reward_c.py", "from dataclasses import dataclass\n@dataclass\nclass Row:\n    value: int\n")
+    path = write(
+        tmp_path, "reward_c.py", "from dataclasses import dataclass\n@dataclass\nclass Row:\n    value: int\n"
+    )
     row = load_callable(f"{path}:Row")(3)
     assert pickle.loads(pickle.dumps(row)) == row
 

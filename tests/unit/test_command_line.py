@@ -1,4 +1,6 @@
-"""The `megagrpo` command: mistakes cost no launch, and what is launched meets on the loopback with its threads set."""
+"""The `megagrpo` command: mistakes cost no launch, and what is launched meets on the loopback with its
+threads set.
+"""
 
 import json
 import subprocess
@@ -18,10 +20,14 @@ from megagrpo.telemetry.report import select_panels, write_report
 def run_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_hidden_layers": 4}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"num_attention_heads": 4, "num_hidden_layers": 4})
+    )
     (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
     path = tmp_path / "run.yaml"
-    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact_match}]}\n")
+    path.write_text(
+        "model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact_match}]}\n"
+    )
     return path
 
 
@@ -29,7 +35,9 @@ def call(monkeypatch, *arguments, leaves_with=exit_codes.DONE):
     """Run the command line in this process; return its exit code and what it would have launched."""
     launched = []
     monkeypatch.setattr(sys, "argv", ["megagrpo", *map(str, arguments)])
-    monkeypatch.setattr("megagrpo.supervision.launch.run_ranks", lambda *launch: launched.append(launch) or leaves_with)
+    monkeypatch.setattr(
+        "megagrpo.supervision.launch.run_ranks", lambda *launch: launched.append(launch) or leaves_with
+    )
     monkeypatch.setattr("megagrpo.device.launch.set_thread_environment", lambda ranks: launched.append(ranks))
     with pytest.raises(SystemExit) as left:
         cli.main()
@@ -59,9 +67,16 @@ def test_dry_run_prints_and_launches_nothing(run_file, monkeypatch, capsys):
 
 
 def test_doctor_imports_nothing_heavy_and_names_what_is_there():
-    code = "import sys; from megagrpo import cli; sys.argv = ['megagrpo', 'doctor']\ntry:\n    cli.main()\nexcept SystemExit: pass\n"
-    code += "print('heavy:', sorted({'torch', 'megatron', 'transformers', 'vllm', 'plotly'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import sys; from megagrpo import cli; sys.argv = ['megagrpo', 'doctor']\ntry:\n    "
+        "cli.main()\nexcept SystemExit: pass\n"
+    )
+    code += (
+        "print('heavy:', sorted({'torch', 'megatron', 'transformers', 'vllm', 'plotly'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.splitlines()[-1] == "heavy: []"
     for label in (
         "package torch ",
@@ -92,14 +107,28 @@ def test_doctor_recognises_the_package_that_is_not_nvidia_apex(tmp_path, monkeyp
 
 ROWS = [
     {"step": 0, "eval/held_out": 0.3},
-    {"step": 1, names.REWARD: 0.5, names.LOGPROB_GAP: None, names.STEP_SECONDS: 2.0, names.STEP_CPU_SECONDS: 4.0, "entropy": 1.5},
+    {
+        "step": 1,
+        names.REWARD: 0.5,
+        names.LOGPROB_GAP: None,
+        names.STEP_SECONDS: 2.0,
+        names.STEP_CPU_SECONDS: 4.0,
+        "entropy": 1.5,
+    },
     {"step": 2, names.REWARD: 0.7, "eval/held_out": 0.6},
 ]
 
 
 def test_a_report_shows_each_metric_once():
     panels = select_panels(ROWS)
-    assert list(panels) == ["Reward", "Evaluation", "Log-prob gap, engine against actor", "Seconds", "CPU seconds", "Further metrics"]
+    assert list(panels) == [
+        "Reward",
+        "Evaluation",
+        "Log-prob gap, engine against actor",
+        "Seconds",
+        "CPU seconds",
+        "Further metrics",
+    ]
     assert panels["Evaluation"] == {"eval/held_out": ([0, 2], [0.3, 0.6])}
     drawn = [name for series in panels.values() for name in series]
     assert sorted(drawn) == sorted({name for row in ROWS for name in row} - {"step"})

@@ -1,7 +1,13 @@
 """Advantage estimators. Importing this package registers the ones that megagrpo brings."""
 
 from megagrpo.algorithms.advantages import dr_grpo, gdpo, grpo, opo, pass_at_k, reinforce_pp, rloo
-from megagrpo.algorithms.advantages.base import ADVANTAGES, AdvantageInputs, AdvantageResult, find_equal_rewards, register_estimator
+from megagrpo.algorithms.advantages.base import (
+    ADVANTAGES,
+    AdvantageInputs,
+    AdvantageResult,
+    find_equal_rewards,
+    register_estimator,
+)
 from megagrpo.algorithms.advantages.compute import compute_advantages
 
 __all__ = [

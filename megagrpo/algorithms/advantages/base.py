@@ -1,7 +1,9 @@
 """The contract of an advantage estimator, and the group statistics that estimators share.
 
-Everything here works on metadata: rewards [N, G] of all groups of the step, equal on every rank, in float64 on CPU. Groups may be ragged:
-completions with `valid = False` (rejected, aborted, missing) take no part in any statistic and get advantage 0.
+Everything here works on metadata: rewards [N, G] of all groups of the step, equal on every rank, in float64
+    on CPU. Groups may be ragged:
+completions with `valid = False` (rejected, aborted, missing) take no part in any statistic and get advantage
+0.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +16,8 @@ from megagrpo.algorithms.lookup import find_entry
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.registry import Registry
 
-# Rewards of a group that differ by a few rounding errors of their own dtype are equal: their difference is no signal.
+# Rewards of a group that differ by a few rounding errors of their own dtype are equal: their difference is no
+# signal.
 EQUAL_REWARD_ULPS = 8
 
 
@@ -44,7 +47,8 @@ class Estimator:
     """A registered estimator: its function and what it needs."""
 
     function: Callable[[AdvantageInputs], Tensor]
-    group_baseline: bool  # compares completions of one group: needs 2, and a group without differences gets exactly 0
+    # compares completions of one group: needs 2, and a group without differences gets exactly 0
+    group_baseline: bool
     needs_lengths: bool
     needs_parts: bool
     options: Mapping[str, float] = field(default_factory=dict)
@@ -63,7 +67,9 @@ def register_estimator(
     """Register an estimator under `name`, with the constants that `algorithm.advantage_options` may set."""
 
     def add(function: Callable[[AdvantageInputs], Tensor]) -> Callable[[AdvantageInputs], Tensor]:
-        ADVANTAGES.register(name)(Estimator(function, group_baseline, needs_lengths, needs_parts, dict(options or {})))
+        ADVANTAGES.register(name)(
+            Estimator(function, group_baseline, needs_lengths, needs_parts, dict(options or {}))
+        )
         return function
 
     return add
@@ -89,10 +95,13 @@ def center(values: Tensor, valid: Tensor, dim: int | tuple[int, ...] = 1) -> Ten
     return torch.where(valid, values - compute_mean(values, valid, dim), 0.0)
 
 
-def normalize(centered: Tensor, valid: Tensor, config: AlgorithmConfig, dim: int | tuple[int, ...] = 1) -> Tensor:
+def normalize(
+    centered: Tensor, valid: Tensor, config: AlgorithmConfig, dim: int | tuple[int, ...] = 1
+) -> Tensor:
     """Divide centred values by their floored standard deviation along `dim`; 0 where it is 0.
 
-    population divides the squares by n, sample by n - 1; the floor is std + epsilon (`add`) or max(std, epsilon) (`max`).
+    population divides the squares by n, sample by n - 1; the floor is std + epsilon (`add`) or max(std,
+    epsilon) (`max`).
     """
     correction = 1 if config.advantage_std == "sample" else 0
     squares = torch.where(valid, centered, 0.0).square().sum(dim, keepdim=True)
@@ -103,10 +112,12 @@ def normalize(centered: Tensor, valid: Tensor, config: AlgorithmConfig, dim: int
 
 
 def find_equal_rewards(rewards: Tensor, valid: Tensor) -> Tensor:
-    """Return for each group whether its valid rewards are all equal [N]; true for groups with fewer than 2 valid members.
+    """Return for each group whether its valid rewards are all equal [N]; true for groups with fewer than 2
+    valid members.
 
     Args:
-        rewards: [N, G], or [N, G, R] where all R rewards must be equal each; invalid entries are ignored, NaN too.
+        rewards: [N, G], or [N, G, R] where all R rewards must be equal each; invalid entries are ignored, NaN
+            too.
         valid: [N, G] bool.
     """
     if rewards.dim() == 3:

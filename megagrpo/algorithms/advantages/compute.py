@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from megagrpo.algorithms.advantages.base import AdvantageInputs, AdvantageResult, Estimator, find_equal_rewards, find_estimator
+from megagrpo.algorithms.advantages.base import (
+    AdvantageInputs,
+    AdvantageResult,
+    Estimator,
+    find_equal_rewards,
+    find_estimator,
+)
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import UserError
 
@@ -28,12 +34,14 @@ def compute_advantages(
         part_weights: [R] weights of the columns; default all 1.
 
     Returns:
-        advantages [N, G] float64: exactly 0 for invalid completions, and for a group baseline also in groups with fewer than 2 valid
-        members or with equal rewards (never the raw reward, never a difference blown up by a small standard deviation); and counters.
+        advantages [N, G] float64: exactly 0 for invalid completions, and for a group baseline also in groups
+            with fewer than 2 valid
+        members or with equal rewards (never the raw reward, never a difference blown up by a small standard
+        deviation); and counters.
 
     Raises:
-        UserError: an unknown estimator, shapes that do not match, a NaN or infinite reward (the row is named), a group baseline with
-            G = 1, or an input that the estimator needs and does not get.
+        UserError: an unknown estimator, shapes that do not match, a NaN or infinite reward (the row is
+            named), a group baseline with G = 1, or an input that the estimator needs and does not get.
     """
     estimator = find_estimator(config.advantages)
     _check_shapes(rewards, valid, lengths, reward_parts, part_weights)
@@ -52,7 +60,9 @@ def compute_advantages(
         config=config,
         options={**estimator.options, **config.advantage_options},
         lengths=None if lengths is None else lengths.double(),
-        reward_parts=None if reward_parts is None else torch.where(valid[:, :, None], reward_parts, 0.0).double(),
+        reward_parts=None
+        if reward_parts is None
+        else torch.where(valid[:, :, None], reward_parts, 0.0).double(),
         part_weights=None if part_weights is None else part_weights.double(),
     )
     advantages = torch.where(valid, estimator.function(inputs), 0.0)
@@ -68,27 +78,50 @@ def compute_advantages(
     return AdvantageResult(advantages, counters)
 
 
-def _check_shapes(rewards: Tensor, valid: Tensor, lengths: Tensor | None, reward_parts: Tensor | None, part_weights: Tensor | None) -> None:
+def _check_shapes(
+    rewards: Tensor,
+    valid: Tensor,
+    lengths: Tensor | None,
+    reward_parts: Tensor | None,
+    part_weights: Tensor | None,
+) -> None:
     if rewards.dim() != 2:
         raise UserError(f"rewards: shape {list(rewards.shape)}; must be [prompts, completions per prompt]")
     if not rewards.is_floating_point():
         raise UserError(f"rewards: {rewards.dtype}; must be float32 or float64")
     if valid.dtype != torch.bool:
         raise UserError(f"valid: {valid.dtype}; must be bool")
-    shapes = {"valid": valid, "lengths": lengths, "reward_parts": None if reward_parts is None else reward_parts[..., 0]}
+    shapes = {
+        "valid": valid,
+        "lengths": lengths,
+        "reward_parts": None if reward_parts is None else reward_parts[..., 0],
+    }
     for name, value in shapes.items():
         if value is not None and value.shape != rewards.shape:
-            raise UserError(f"{name}: shape {list(value.shape)}, but rewards has {list(rewards.shape)}; rows and columns must agree")
+            raise UserError(
+                f"{name}: shape {list(value.shape)}, but rewards has {list(rewards.shape)}; "
+                "rows and columns must agree"
+            )
     if reward_parts is not None and part_weights is not None and part_weights.shape != reward_parts.shape[2:]:
-        raise UserError(f"part_weights: {part_weights.numel()} weights for {reward_parts.shape[2]} rewards; must be one each")
+        raise UserError(
+            f"part_weights: {part_weights.numel()} weights for {reward_parts.shape[2]} rewards; "
+            "must be one each"
+        )
 
 
 def _check_needs(
-    config: AlgorithmConfig, estimator: Estimator, completions_per_prompt: int, lengths: Tensor | None, reward_parts: Tensor | None
+    config: AlgorithmConfig,
+    estimator: Estimator,
+    completions_per_prompt: int,
+    lengths: Tensor | None,
+    reward_parts: Tensor | None,
 ) -> None:
     name = f"algorithm.advantages: {config.advantages}"
     if estimator.group_baseline and completions_per_prompt < 2:
-        raise UserError(f"{name} compares completions of one prompt; rollout.completions_per_prompt is 1 and must be at least 2")
+        raise UserError(
+            f"{name} compares completions of one prompt; rollout.completions_per_prompt is 1 "
+            "and must be at least 2"
+        )
     if estimator.needs_lengths and lengths is None:
         raise UserError(f"{name} needs the completions' lengths")
     if estimator.needs_parts and reward_parts is None:
@@ -99,4 +132,6 @@ def _check_finite(name: str, values: Tensor, valid: Tensor) -> None:
     bad = valid & ~torch.isfinite(values)
     if bool(bad.any()):
         index = bad.nonzero()[0].tolist()
-        raise UserError(f"{name}{index}: {float(values[tuple(index)])}; the reward of a valid completion must be finite")
+        raise UserError(
+            f"{name}{index}: {float(values[tuple(index)])}; the reward of a valid completion must be finite"
+        )

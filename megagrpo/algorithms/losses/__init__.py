@@ -1,7 +1,15 @@
 """Token losses. Importing this package registers the ones that megagrpo brings."""
 
 from megagrpo.algorithms.losses import cispo, gmpo, gspo, policy_gradient, ppo_clip, sapo
-from megagrpo.algorithms.losses.base import LOSSES, LossInputs, LossOutput, TokenLoss, attach_gradient, find_loss, register_loss
+from megagrpo.algorithms.losses.base import (
+    LOSSES,
+    LossInputs,
+    LossOutput,
+    TokenLoss,
+    attach_gradient,
+    find_loss,
+    register_loss,
+)
 
 __all__ = [
     "LOSSES",

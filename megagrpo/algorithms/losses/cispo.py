@@ -2,7 +2,8 @@
 
 Source: MiniMax-M1 (arXiv 2506.13585), Section 3.1, Eq. 4 and 5.
 
-Differences from the paper: the value is -w A instead of -w A log pi (same gradient), so that the first step of centred advantages has
+Differences from the paper: the value is -w A instead of -w A log pi (same gradient), so that the first step
+    of centred advantages has
 loss 0. The paper sets no lower bound: `clip_low` of 1 or more does that. It does not publish its upper bound.
 """
 
@@ -14,7 +15,9 @@ from megagrpo.algorithms.metrics import measure
 
 @register_loss("cispo")
 def cispo(inputs: LossInputs) -> LossOutput:
-    """Compute a loss of value -w A and gradient -w A grad log pi, w = clip(actor / old, 1 - clip_low, 1 + clip_high), detached."""
+    """Compute a loss of value -w A and gradient -w A grad log pi, w = clip(actor / old, 1 - clip_low, 1 +
+    clip_high), detached.
+    """
     low, high = 1 - inputs.config.clip_low, 1 + inputs.config.clip_high
     ratio = torch.exp(inputs.log_ratio().detach())
     loss = attach_gradient(-ratio.clamp(low, high) * inputs.advantages, inputs.actor_logprobs)

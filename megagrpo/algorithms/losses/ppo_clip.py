@@ -1,9 +1,11 @@
 """PPO's clipped surrogate with separate bounds, and the dual clip.
 
-Source: PPO (arXiv 1707.06347, Eq. 7); separate bounds: DAPO clip-higher (arXiv 2503.14476, Eq. 10); dual clip: Ye et al.
+Source: PPO (arXiv 1707.06347, Eq. 7); separate bounds: DAPO clip-higher (arXiv 2503.14476, Eq. 10); dual
+    clip: Ye et al.
 (arXiv 1912.09729, dual-clip PPO).
 
-Differences from the paper: a loss (to be minimised) instead of an objective; unreduced; ratios above exp(20) are constant in value and
+Differences from the paper: a loss (to be minimised) instead of an objective; unreduced; ratios above exp(20)
+    are constant in value and
 keep their gradient, so that no 0 * inf appears.
 """
 
@@ -31,7 +33,9 @@ def ppo_clip(inputs: LossInputs) -> LossOutput:
 
 
 def clipped_surrogate(ratio: Tensor, inputs: LossInputs) -> Tensor:
-    """Return -min(ratio A, clip(ratio) A) [T]; its gradient is exactly 0 where the clipped side is the smaller one."""
+    """Return -min(ratio A, clip(ratio) A) [T]; its gradient is exactly 0 where the clipped side is the
+    smaller one.
+    """
     clipped = ratio.clamp(1 - inputs.config.clip_low, 1 + inputs.config.clip_high)
     return torch.maximum(-ratio * inputs.advantages, -clipped * inputs.advantages)
 
@@ -40,4 +44,7 @@ def measure_clipping(ratio: Tensor, inputs: LossInputs) -> dict[str, Metric]:
     """Return the shares of tokens whose gradient the lower and the upper bound removed."""
     low = (inputs.advantages < 0) & (ratio < 1 - inputs.config.clip_low)
     high = (inputs.advantages > 0) & (ratio > 1 + inputs.config.clip_high)
-    return {"clip_fraction_low": measure("clip_fraction_low", low), "clip_fraction_high": measure("clip_fraction_high", high)}
+    return {
+        "clip_fraction_low": measure("clip_fraction_low", low),
+        "clip_fraction_high": measure("clip_fraction_high", high),
+    }

@@ -16,7 +16,10 @@ class Qwen2(ModelFamily):
     def parameter_rules(self, hf: HFConfig) -> list[ParameterRule]:
         """Return the shared rules and that of the QKV bias."""
         names = tuple(f"model.layers.{{layer}}.self_attn.{name}_proj.bias" for name in "qkv")
-        return [*shared_rules(hf), ParameterRule("decoder.layers.{layer}.self_attention.linear_qkv.bias", names, "qkv")]
+        return [
+            *shared_rules(hf),
+            ParameterRule("decoder.layers.{layer}.self_attention.linear_qkv.bias", names, "qkv"),
+        ]
 
 
 FAMILIES.register("qwen2")(Qwen2())

@@ -10,7 +10,8 @@ from megagrpo.models.rules import ParameterRule
 class Qwen3Moe(Qwen3):
     """Qwen3 whose MLPs are experts behind a top-k router.
 
-    `router_aux_loss_coef` and `output_router_logits` say how pretraining balanced the experts. They do not change the log-probs and are not
+    `router_aux_loss_coef` and `output_router_logits` say how pretraining balanced the experts. They do not
+    change the log-probs and are not
     used: `update.router_aux_loss_coef` says what this run does.
     """
 
@@ -23,21 +24,26 @@ class Qwen3Moe(Qwen3):
 
     def check(self, raw: dict[str, Any]) -> list[str]:
         """Return missing sizes, and routing that has no gradient."""
-        problems = [f"{name}: missing" for name in ("num_experts_per_tok", "moe_intermediate_size") if name not in raw]
+        problems = [
+            f"{name}: missing" for name in ("num_experts_per_tok", "moe_intermediate_size") if name not in raw
+        ]
         experts, chosen = count_experts(raw), raw.get("num_experts_per_tok", 1)
         if experts is None:
             problems.append("num_experts: missing")
         elif not 1 <= chosen <= experts:
             problems.append(f"num_experts_per_tok: {chosen}: must be 1 to num_experts = {experts}")
         if chosen == 1 and raw.get("norm_topk_prob", False):
-            problems.append("norm_topk_prob: True: with num_experts_per_tok 1 every weight is 1 and the router has no gradient")
+            problems.append(
+                "norm_topk_prob: True: with num_experts_per_tok 1 every weight is 1 and the "
+                "router has no gradient"
+            )
         return problems
 
     def transformer_config_fields(self, hf: HFConfig) -> dict[str, Any]:
         """Return Qwen3's fields and those of the experts.
 
-        Megatron's `moe_router_pre_softmax` is `norm_topk_prob` false: soft-max over all experts, the chosen ones not normalised. It is what
-        transformers takes where the field is missing.
+        Megatron's `moe_router_pre_softmax` is `norm_topk_prob` false: soft-max over all experts, the chosen
+        ones not normalised. It is what transformers takes where the field is missing.
         """
         return super().transformer_config_fields(hf) | {
             "num_moe_experts": hf.num_experts,
@@ -53,7 +59,9 @@ class Qwen3Moe(Qwen3):
         rules = [rule for rule in super().parameter_rules(hf) if not rule.megatron.startswith(target)]
         rules.append(ParameterRule(f"{target}router.weight", (f"{layer}gate.weight",), "replicated"))
         for expert in range(hf.num_experts or 0):
-            gate, up, down = (f"{layer}experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down"))
+            gate, up, down = (
+                f"{layer}experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down")
+            )
             local = f"{target}experts.local_experts.{expert}."
             rules.append(ParameterRule(f"{local}linear_fc1.weight", (gate, up), "gate_up", is_expert=True))
             rules.append(ParameterRule(f"{local}linear_fc2.weight", (down,), "row", is_expert=True))

@@ -1,4 +1,6 @@
-"""Rollout engines by name. Each is imported when it is first asked for: none pulls in the others' packages."""
+"""Rollout engines by name. Each is imported when it is first asked for: none pulls in the others'
+packages.
+"""
 
 from megagrpo.rollout.engines.base import ENGINES, Engine
 

@@ -1,4 +1,6 @@
-"""The contract of a rollout engine. Its tests are tests/contracts/test_engine_contract.py and test_engine_update_contract.py."""
+"""The contract of a rollout engine. Its tests are tests/contracts/test_engine_contract.py and
+test_engine_update_contract.py.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +17,9 @@ OnGroup = Callable[[int, list[Completion]], None]
 
 
 class EngineError(RuntimeError):
-    """The engine can't do what was asked: a broken update, a call in the wrong state, logits that are not finite."""
+    """The engine can't do what was asked: a broken update, a call in the wrong state, logits that are not
+    finite.
+    """
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,8 @@ class EngineHealth:
     """What an engine says about itself."""
 
     ready: bool  # generate() would be served now
-    # "empty", "serving", "updating", "verifying" (it answers a probe alone), "stale", "asleep", "closed", or "dead" (its process has ended
-    # or is silent)
+    # "empty", "serving", "updating", "verifying" (it answers a probe alone), "stale", "asleep", "closed", or
+    # "dead" (its process has ended or is silent)
     state: str
     weight_version: int | None
     detail: str = ""  # why it is not ready
@@ -33,14 +37,17 @@ class EngineHealth:
 class Engine(ABC):
     """Samples completions under a known version of the weights.
 
-    Weights arrive in transactions: `begin_update(version)`, any number of `load(...)`, `commit_update(version)`. Completions are
-    generated under committed versions only. While an update is open an engine either serves the version before it, or (where the
-    weights are overwritten in place, as in the embedded engine: a second copy would be larger than needed) refuses to generate.
-    An update that fails or is aborted after it touched the weights leaves such an engine stale: it refuses to generate until a
-    whole update is committed. Anything computed from older weights (KV and prefix caches) is dropped in the commit.
+    Weights arrive in transactions: `begin_update(version)`, any number of `load(...)`,
+        `commit_update(version)`. Completions are
+    generated under committed versions only. While an update is open an engine either serves the version
+    before it, or (where the weights are overwritten in place, as in the embedded engine: a second copy would
+    be larger than needed) refuses to generate. An update that fails or is aborted after it touched the
+    weights leaves such an engine stale: it refuses to generate until a whole update is committed. Anything
+        computed from older weights (KV and prefix caches) is dropped in the commit.
 
-    A subclass is registered in ENGINES and called with (model_folder, config, tokenizer=, device=, dtype=, load_weights=); one that lives
-    in a process of its own derives from RemoteEngine (remote.py), whose constructor takes an address and a log file as well.
+    A subclass is registered in ENGINES and called with (model_folder, config, tokenizer=, device=, dtype=,
+    load_weights=); one that lives in a process of its own derives from RemoteEngine (remote.py), whose
+    constructor takes an address and a log file as well.
     """
 
     @property
@@ -50,40 +57,54 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int], on_group: OnGroup | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        completion_indices: Sequence[int],
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """Sample the completions `completion_indices` (say, range(G)) of every prompt.
 
-        What completion i of a prompt is depends on (sampling, prompt, i, weights) alone: asking for it together with others, in
-        another order, or on another rank gives the same tokens.
+        What completion i of a prompt is depends on (sampling, prompt, i, weights) alone: asking for it
+        together with others, in another order, or on another rank gives the same tokens.
 
         Args:
-            on_group: called once per prompt, as soon as all of its completions have ended and while those of others still run, so that
-                they can be scored meanwhile. From any thread, one call at a time, before `generate` returns.
+            on_group: called once per prompt, as soon as all of its completions have ended and while those of
+                others still run, so that they can be scored meanwhile. From any thread, one call at a time,
+                before `generate` returns.
 
         Returns:
-            One list per prompt, in order, each with one Completion per entry of `completion_indices`, in order.
+            One list per prompt, in order, each with one Completion per entry of `completion_indices`, in
+            order.
 
         Raises:
-            UserError: a prompt is empty, holds an unknown token id, or does not fit the model's context with its completion.
-            EngineError: no weights are committed, an update is open, the engine sleeps or is closed, or logits are not finite.
+            UserError: a prompt is empty, holds an unknown token id, or does not fit the model's context with
+                its completion.
+            EngineError: no weights are committed, an update is open, the engine sleeps or is closed, or
+                logits are not finite.
         """
 
     @abstractmethod
     def begin_update(self, version: int) -> None:
-        """Open a transaction. Raises EngineError if one is open or `version` is not above the last committed one."""
+        """Open a transaction. Raises EngineError if one is open or `version` is not above the last
+        committed one.
+        """
 
     @abstractmethod
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take one bucket of full tensors under their names in the HF checkpoint (a tied head is not among them).
+        """Take one bucket of full tensors under their names in the HF checkpoint (a tied head is not among
+        them).
 
         Raises:
-            EngineError: no update is open, or a tensor (it is named) is unknown, repeated, misshapen or not finite.
+            EngineError: no update is open, or a tensor (it is named) is unknown, repeated, misshapen or not
+                finite.
         """
 
     @abstractmethod
     def commit_update(self, version: int) -> None:
-        """Close the transaction: from here on `version` serves. Raises EngineError if tensors are missing (they are named)."""
+        """Close the transaction: from here on `version` serves. Raises EngineError if tensors are missing
+        (they are named).
+        """
 
     @abstractmethod
     def abort_update(self) -> None:
@@ -91,7 +112,9 @@ class Engine(ABC):
 
     @abstractmethod
     def sleep(self) -> None:
-        """Free accelerator memory between rollouts; weights survive. generate() and updates are errors until `wake()`."""
+        """Free accelerator memory between rollouts; weights survive. generate() and updates are errors
+        until `wake()`.
+        """
 
     @abstractmethod
     def wake(self) -> None:
@@ -99,7 +122,9 @@ class Engine(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End a `generate()` that runs in another thread: it returns what it has, unfinished completions as "abort"."""
+        """End a `generate()` that runs in another thread: it returns what it has, unfinished completions
+        as "abort".
+        """
 
     @abstractmethod
     def health(self) -> EngineHealth:
@@ -113,12 +138,15 @@ class Engine(ABC):
         """Raise EngineError, with why, unless the engine is in one of `states`."""
         health = self.health()
         if health.state not in states:
-            raise EngineError(f"the rollout engine is {health.state}" + (f": {health.detail}" if health.detail else ""))
+            raise EngineError(
+                f"the rollout engine is {health.state}" + (f": {health.detail}" if health.detail else "")
+            )
 
 
 @contextmanager
 def asleep(engine: Engine, wanted: bool) -> Iterator[None]:
-    """Let `engine` sleep while the context lasts, if `wanted`. All ranks that share its server must have ended their rollouts.
+    """Let `engine` sleep while the context lasts, if `wanted`. All ranks that share its server must have
+    ended their rollouts.
 
     One that is dead, or dies meanwhile, is left to those who start it anew.
     """

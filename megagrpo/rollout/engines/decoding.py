@@ -1,4 +1,6 @@
-"""The decode loop: waiting completions are admitted as rows, every row grows by one token a step, finished rows leave at once."""
+"""The decode loop: waiting completions are admitted as rows, every row grows by one token a step, finished
+rows leave at once.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +16,9 @@ from megagrpo.rollout.sampling import draw_uniforms, row_keys, sample_tokens
 from megagrpo.types import FinishReason, Prompt, SamplingParams
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, RolloutCache], torch.Tensor]
-"""(token ids [T], position ids [T], indices of the wanted tokens or None for all, cache) -> logits [wanted, V]."""
+"""(token ids [T], position ids [T], indices of the wanted tokens or None for all, cache) -> logits
+[wanted, V].
+"""
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,21 @@ class DecodedRow:
 
 
 class Decoder:
-    """Runs the requests of one `generate()`; live rows are always the first `self._count` of every row array and KV store."""
+    """Runs the requests of one `generate()`; live rows are always the first `self._count` of every row
+    array and KV store.
+    """
 
-    def __init__(self, forward: Forward, sampling: SamplingParams, stop_rule: StopRule, max_rows: int, max_prefill_tokens: int):
-        """`max_rows` completions are decoded at once; prompts are prefilled together up to `max_prefill_tokens`, a longer one alone."""
+    def __init__(
+        self,
+        forward: Forward,
+        sampling: SamplingParams,
+        stop_rule: StopRule,
+        max_rows: int,
+        max_prefill_tokens: int,
+    ):
+        """`max_rows` completions are decoded at once; prompts are prefilled together up to
+        `max_prefill_tokens`, a longer one alone.
+        """
         self._forward = forward
         self._sampling = sampling
         self._stop_rule = stop_rule
@@ -48,7 +63,11 @@ class Decoder:
         self._max_prefill_tokens = max_prefill_tokens
 
     def run(
-        self, requests: list[Request], device: torch.device | str, aborted: Callable[[], bool], on_row: Callable[[DecodedRow], None]
+        self,
+        requests: list[Request],
+        device: torch.device | str,
+        aborted: Callable[[], bool],
+        on_row: Callable[[DecodedRow], None],
     ) -> None:
         """Decode all `requests`, each of at most `max_rows` completions, and hand every row over as it ends.
 
@@ -58,7 +77,9 @@ class Decoder:
         self._cache = RolloutCache()
         self._waiting = deque(requests)
         self._on_row = on_row
-        self._rows = _Rows(min(self._max_rows, sum(len(request.order) for request in requests)), self._sampling)
+        self._rows = _Rows(
+            min(self._max_rows, sum(len(request.order) for request in requests)), self._sampling
+        )
         self._prompt_lengths = np.zeros(0, dtype=np.int64)  # by prompt slot
         self._longest_prompt = max((len(request.prompt.token_ids) for request in requests), default=0)
         self._layout: RowLayout | None = None  # None: rows came or went since it was built
@@ -89,7 +110,9 @@ class Decoder:
         self._cache.step = PrefillStep([0, *ends.tolist()], slots, (slots[-1] + 1, self._longest_prompt))
         token_ids = np.concatenate([request.prompt.token_ids for request in requests])
         positions = np.concatenate([np.arange(length) for length in lengths])
-        logits = self._forward(self._tensor(token_ids), self._tensor(positions), self._tensor(ends - 1), self._cache)
+        logits = self._forward(
+            self._tensor(token_ids), self._tensor(positions), self._tensor(ends - 1), self._cache
+        )
         self._prompt_lengths = np.concatenate([self._prompt_lengths, lengths])
 
         sizes = [len(request.order) for request in requests]
@@ -97,7 +120,9 @@ class Decoder:
         for request, slot in zip(requests, slots, strict=True):
             self._rows.add(request, slot)
         self._layout = None
-        self._append_tokens(first_row, logits.repeat_interleave(torch.tensor(sizes, device=logits.device), dim=0))
+        self._append_tokens(
+            first_row, logits.repeat_interleave(torch.tensor(sizes, device=logits.device), dim=0)
+        )
 
     def _decode(self) -> None:
         rows = self._rows
@@ -108,17 +133,26 @@ class Decoder:
         self._cache.step = DecodeStep.build(self._layout, newest, len(rows.lengths))
         token_ids = rows.tokens[np.arange(rows.count), newest]
         positions = self._prompt_lengths[rows.prompt_slots[live]] + newest
-        self._append_tokens(0, self._forward(self._tensor(token_ids), self._tensor(positions), None, self._cache))
+        self._append_tokens(
+            0, self._forward(self._tensor(token_ids), self._tensor(positions), None, self._cache)
+        )
 
     def _append_tokens(self, first_row: int, logits: torch.Tensor) -> None:
-        """Sample one token for each row from `first_row` on, logits [R - first_row, V]; rows that end leave."""
+        """Sample one token for each row from `first_row` on, logits [R - first_row, V]; rows that end
+        leave.
+        """
         rows = self._rows
         new = np.arange(first_row, rows.count)
         uniforms = torch.from_numpy(draw_uniforms(rows.keys[new], rows.lengths[new])).to(logits.device)
-        sampled, logprobs = (result.cpu().numpy() for result in sample_tokens(logits, uniforms, self._sampling))
+        sampled, logprobs = (
+            result.cpu().numpy() for result in sample_tokens(logits, uniforms, self._sampling)
+        )
         if not np.isfinite(logprobs).all():
             row = int(new[~np.isfinite(logprobs)][0])
-            raise EngineError(f"prompt {rows.prompt_ids[row]}: the logits after token {rows.lengths[row]} of a completion are not finite")
+            raise EngineError(
+                f"prompt {rows.prompt_ids[row]}: the logits after token {rows.lengths[row]} "
+                "of a completion are not finite"
+            )
         rows.tokens[new, rows.lengths[new]] = sampled
         rows.logprobs[new, rows.lengths[new]] = logprobs
         rows.lengths[new] += 1
@@ -128,7 +162,9 @@ class Decoder:
             self._finish(row, "stop" if by_stop else "length")
 
     def _finish(self, row: int, reason: FinishReason) -> None:
-        """Hand `row` over; the last row takes its place, and the last prompt that of a prompt without rows."""
+        """Hand `row` over; the last row takes its place, and the last prompt that of a prompt without
+        rows.
+        """
         rows, slot = self._rows, int(self._rows.prompt_slots[row])
         self._on_row(rows.decoded(row, reason))
         last = rows.count - 1
@@ -178,14 +214,29 @@ class _Rows:
         self.prompt_ids[new] = request.prompt.id
         self.prompt_slots[new] = prompt_slot
         self.lengths[new] = 0
-        self.keys[new] = row_keys(self._sampling.seed, self._sampling.step, [request.prompt.id] * size, request.completion_indices)
+        self.keys[new] = row_keys(
+            self._sampling.seed, self._sampling.step, [request.prompt.id] * size, request.completion_indices
+        )
         self.count += size
 
     def remove(self, row: int) -> None:
         self.count -= 1
-        for array in (self.orders, self.prompt_ids, self.prompt_slots, self.lengths, self.keys, self.tokens, self.logprobs):
+        for array in (
+            self.orders,
+            self.prompt_ids,
+            self.prompt_slots,
+            self.lengths,
+            self.keys,
+            self.tokens,
+            self.logprobs,
+        ):
             array[row] = array[self.count]
 
     def decoded(self, row: int, reason: FinishReason) -> DecodedRow:
         length = int(self.lengths[row])
-        return DecodedRow(int(self.orders[row]), self.tokens[row, :length].copy(), self.logprobs[row, :length].copy(), reason)
+        return DecodedRow(
+            int(self.orders[row]),
+            self.tokens[row, :length].copy(),
+            self.logprobs[row, :length].copy(),
+            reason,
+        )

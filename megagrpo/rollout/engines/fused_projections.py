@@ -1,7 +1,8 @@
 """Query, key and value projections of a layer as one matrix product.
 
-Decoding multiplies few rows by many weights, and a product of 192 columns reaches less than half the speed of one of 960 (measured:
-39 against 84 GFLOP/s on two AVX2 cores). The projections' parameters become views of one storage, so that weights which are loaded in
+Decoding multiplies few rows by many weights, and a product of 192 columns reaches less than half the speed of
+one of 960 (measured: 39 against 84 GFLOP/s on two AVX2 cores). The projections' parameters become views of
+one storage, so that weights which are loaded in
 place are in the product at once: there is no packed copy that could go stale.
 """
 
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 
 
 class _FusedProjections:
-    """Serves the three projections, which the model calls one after the other on the same input, from one product."""
+    """Serves the three projections, which the model calls one after the other on the same input, from one
+    product.
+    """
 
     def __init__(self, layers: list[torch.nn.Linear]):
         self._sizes = [layer.out_features for layer in layers]
@@ -28,7 +31,10 @@ class _FusedProjections:
 
     def _project(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         if index == 0:
-            self._input, self._outputs = hidden, F.linear(hidden, self._weight, self._bias).split(self._sizes, dim=-1)
+            self._input, self._outputs = (
+                hidden,
+                F.linear(hidden, self._weight, self._bias).split(self._sizes, dim=-1),
+            )
         if self._input is not hidden:
             raise RuntimeError("query, key and value projections were called on different inputs")
         output = self._outputs[index]
@@ -38,7 +44,9 @@ class _FusedProjections:
 
 
 def fuse_query_key_value(model: torch.nn.Module) -> None:
-    """Fuse the projections of every attention layer of `model`, in place; to be repeated after its parameters were moved."""
+    """Fuse the projections of every attention layer of `model`, in place; to be repeated after its
+    parameters were moved.
+    """
     for module in model.modules():
         layers = [getattr(module, f"{name}_proj", None) for name in "qkv"]
         if all(isinstance(layer, torch.nn.Linear) for layer in layers):

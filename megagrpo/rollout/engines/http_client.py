@@ -14,7 +14,8 @@ Call = tuple[str, Any]
 
 _WATCH_SECONDS = 0.25
 _SETTLE_SECONDS = 1.0  # a connection breaks a moment before the process can be seen to have ended
-_ENDING_SECONDS = 10.0  # vLLM answers 500 once a worker is lost, and was seen to end more than a second later on busy cores
+# vLLM answers 500 once a worker is lost, and was seen to end more than a second later on busy cores
+_ENDING_SECONDS = 10.0
 _SERVER_ERROR = 500
 
 
@@ -60,12 +61,15 @@ class EngineClient:
     ) -> None:
         """Send many requests at once and wait for all answers.
 
-        The time-out counts from the last answer to any of them, so a long queue is none; the server's end is noticed at once.
+        The time-out counts from the last answer to any of them, so a long queue is none; the server's end is
+        noticed at once.
 
         Args:
-            on_answer: gets the number of a call and its answer, one at a time as they come; None where an abort kept the call back.
+            on_answer: gets the number of a call and its answer, one at a time as they come; None where an
+                abort kept the call back.
             max_pending: requests on their way at one time.
-            is_aborted: asked again and again; from when it says so on, `abort_calls` are sent until every request is answered.
+            is_aborted: asked again and again; from when it says so on, `abort_calls` are sent until every
+                request is answered.
         """
         if calls:
             asyncio.run(self._call_all(calls, on_answer, max_pending, is_aborted, abort_calls))
@@ -111,12 +115,15 @@ class EngineClient:
                 if time.monotonic() - last_answer > self._timeout_seconds:
                     raise EngineUnreachable(self._silence("no request"))
 
-        async with httpx.AsyncClient(base_url=self.address, timeout=None, limits=limits, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=self.address, timeout=None, limits=limits, trust_env=False
+        ) as client:
             pending = asyncio.gather(*(send(client, number, *call) for number, call in enumerate(calls)))
             watcher = asyncio.ensure_future(watch(client))
             try:
                 await asyncio.wait([pending, watcher], return_when=asyncio.FIRST_COMPLETED)
-                (pending if pending.done() else watcher).result()  # raises what went wrong; the watcher does nothing else
+                # raises what went wrong; the watcher does nothing else
+                (pending if pending.done() else watcher).result()
             finally:
                 watcher.cancel()
                 pending.cancel()
@@ -126,7 +133,10 @@ class EngineClient:
         if response.status_code >= _SERVER_ERROR and (end := self._describe_end()):
             raise EngineUnreachable(end)
         if response.status_code != httpx.codes.OK:
-            raise EngineError(f"{self.address}{path} answered {response.status_code}: {' '.join(response.text.split())[:1000]}")
+            raise EngineError(
+                f"{self.address}{path} answered {response.status_code}: "
+                f"{' '.join(response.text.split())[:1000]}"
+            )
         return response.json() if response.content else None
 
     def _unreachable(self, path: str, error: httpx.HTTPError) -> EngineUnreachable:
@@ -137,4 +147,7 @@ class EngineClient:
         return EngineUnreachable(f"{self.address}{path}: {type(error).__name__} {error}".rstrip())
 
     def _silence(self, what: str) -> str:
-        return f"{self.address}: {what} was answered within engine.request_timeout_seconds = {self._timeout_seconds:g}"
+        return (
+            f"{self.address}: {what} was answered within engine.request_timeout_seconds = "
+            f"{self._timeout_seconds:g}"
+        )

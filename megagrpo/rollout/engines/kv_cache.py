@@ -1,6 +1,8 @@
-"""Keys and values of a decode batch: every prompt stored once, every completion's own tokens apart, and attention over both.
+"""Keys and values of a decode batch: every prompt stored once, every completion's own tokens apart, and
+attention over both.
 
-Legend: P live prompts, R live completions (rows), M most rows of one prompt, Hq query heads, Hkv key/value heads, g = Hq / Hkv,
+Legend: P live prompts, R live completions (rows), M most rows of one prompt, Hq query heads, Hkv key/value
+    heads, g = Hq / Hkv,
 D head size, Lp longest live prompt, Lt longest live completion.
 """
 
@@ -11,20 +13,25 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-_BLOCK_TOKENS = 64  # storage grows by whole blocks: a copy every 64 tokens, where a concatenation copies at every token
+# storage grows by whole blocks: a copy every 64 tokens, where a concatenation copies at every token
+_BLOCK_TOKENS = 64
 
 
 class KVStore:
     """Keys and values [slots, Hkv, tokens, D] for each layer; the first `count` slots are in use.
 
-    Storage starts as zeros and only ever holds finite numbers: masked positions have probability 0, and 0 * NaN would be NaN.
+    Storage starts as zeros and only ever holds finite numbers: masked positions have probability 0, and 0 *
+    NaN would be NaN.
     """
 
     def __init__(self):
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def reserve(self, layer: int, like: torch.Tensor, slots: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's (keys, values) with room for `slots` sequences of `tokens`; `like` [Hkv, any, D] gives their form.
+    def reserve(
+        self, layer: int, like: torch.Tensor, slots: int, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's (keys, values) with room for `slots` sequences of `tokens`; `like` [Hkv, any, D]
+        gives their form.
 
         Layers grow one by one, so that at most one is ever held twice.
         """
@@ -52,7 +59,9 @@ class KVStore:
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """One forward over packed prompts: prompt i takes tokens `bounds[i]` to `bounds[i + 1]` and is stored in `slots[i]`."""
+    """One forward over packed prompts: prompt i takes tokens `bounds[i]` to `bounds[i + 1]` and is stored
+    in `slots[i]`.
+    """
 
     bounds: list[int]
     slots: list[int]
@@ -63,7 +72,8 @@ class PrefillStep:
 class RowLayout:
     """Which prompt each row belongs to: changes only when rows come or go.
 
-    The queries of a prompt's rows are laid side by side in a grid [P, M], so that its keys are read once for all of them.
+    The queries of a prompt's rows are laid side by side in a grid [P, M], so that its keys are read once for
+    all of them.
     """
 
     prompts: int  # P
@@ -74,8 +84,12 @@ class RowLayout:
     full: bool  # row i is cell i, for every cell: the grid is a view of the rows
 
     @classmethod
-    def build(cls, prompt_slots: np.ndarray, prompt_lengths: np.ndarray, device: torch.device | str) -> "RowLayout":
-        """Lay out rows whose prompts are in `prompt_slots` (int64 [R]); prompt slot i holds `prompt_lengths[i]` tokens (int64 [P])."""
+    def build(
+        cls, prompt_slots: np.ndarray, prompt_lengths: np.ndarray, device: torch.device | str
+    ) -> "RowLayout":
+        """Lay out rows whose prompts are in `prompt_slots` (int64 [R]); prompt slot i holds
+        `prompt_lengths[i]` tokens (int64 [P]).
+        """
         counts = np.bincount(prompt_slots, minlength=len(prompt_lengths))
         order = np.argsort(prompt_slots, kind="stable")
         ranks = np.empty_like(prompt_slots)
@@ -93,7 +107,11 @@ class RowLayout:
         if not self.full:
             grid = rows.new_zeros(self.prompts * self.width, heads, group, width)
             grid[self.cells] = rows
-        return grid.view(self.prompts, self.width, heads, group, width).transpose(1, 2).reshape(self.prompts, heads, -1, width)
+        return (
+            grid.view(self.prompts, self.width, heads, group, width)
+            .transpose(1, 2)
+            .reshape(self.prompts, heads, -1, width)
+        )
 
     def to_rows(self, grid: torch.Tensor) -> torch.Tensor:
         """[P, Hkv, M * g, X] -> [R, Hkv, g, X]."""
@@ -116,7 +134,9 @@ class DecodeStep:
     common_position: int | None  # where all rows are equally long
 
     def write(self, storage: torch.Tensor, newest: torch.Tensor) -> None:
-        """Store the newest tokens [Hkv, R, D] in `storage` [slots, Hkv, tokens, D]; one strided copy where rows are equally long."""
+        """Store the newest tokens [Hkv, R, D] in `storage` [slots, Hkv, tokens, D]; one strided copy where
+        rows are equally long.
+        """
         if self.common_position is not None:
             storage[: len(self.rows), :, self.common_position] = newest.transpose(0, 1)
         else:
@@ -143,8 +163,12 @@ class RolloutCache:
         self.completions = KVStore()
         self.step: PrefillStep | DecodeStep | None = None
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Store `key` and `value` [Hkv, T, D] and return the attention of `query` [Hq, T, D] as [T, Hq, D]."""
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Store `key` and `value` [Hkv, T, D] and return the attention of `query` [Hq, T, D] as [T, Hq,
+        D].
+        """
         attend = self._attend_prefill if isinstance(self.step, PrefillStep) else self._attend_decode
         return attend(layer, query, key, value, scale)
 
@@ -166,7 +190,10 @@ class RolloutCache:
         keys, values = self.completions.reserve(layer, key, step.capacity, step.longest)
         step.write(keys, key)
         step.write(values, value)
-        prompt_keys, prompt_values = (part[: layout.prompts, :, : layout.longest_prompt] for part in self.prompts.reserve(layer, key, 0, 0))
+        prompt_keys, prompt_values = (
+            part[: layout.prompts, :, : layout.longest_prompt]
+            for part in self.prompts.reserve(layer, key, 0, 0)
+        )
         keys, values = keys[:rows, :, : step.longest], values[:rows, :, : step.longest]
 
         query = query.view(kv_heads, -1, rows, query.shape[-1]).permute(2, 0, 1, 3)  # [R, Hkv, g, D]

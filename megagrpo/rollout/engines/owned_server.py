@@ -1,4 +1,6 @@
-"""Starts a server, on another port where the free one has been taken meanwhile, and starts it anew when it has died."""
+"""Starts a server, on another port where the free one has been taken meanwhile, and starts it anew when it
+has died.
+"""
 
 import tempfile
 from collections.abc import Mapping
@@ -33,9 +35,13 @@ class OwnedServer:
     """A server that this process started, through its restarts."""
 
     def __init__(self, kind: ServerKind, log_file: str | Path | None):
-        """Start it and wait until it serves. Raises UserError: the engine is not installed, or its server does not start."""
+        """Start it and wait until it serves. Raises UserError: the engine is not installed, or its server
+        does not start.
+        """
         self._kind = kind
-        self._log_file = Path(log_file or tempfile.mkstemp(prefix=f"megagrpo_{kind.package.name}_", suffix=".log")[1])
+        self._log_file = Path(
+            log_file or tempfile.mkstemp(prefix=f"megagrpo_{kind.package.name}_", suffix=".log")[1]
+        )
         self._python = find_python(kind.config.python, kind.package)
         self._restarts_left = kind.config.max_restarts
         self._process = self._start(None)
@@ -59,7 +65,9 @@ class OwnedServer:
         self._process.stop()
 
     def restart(self) -> None:
-        """Start it anew. Raises EngineError once `engine.max_restarts` are used up, UserError if it does not start."""
+        """Start it anew. Raises EngineError once `engine.max_restarts` are used up, UserError if it does
+        not start.
+        """
         self._process.stop()
         if not self._restarts_left:
             raise EngineError(f"engine.max_restarts = {self._kind.config.max_restarts} are used up")
@@ -70,10 +78,15 @@ class OwnedServer:
         config = self._kind.config
         for tries_left in reversed(range(_PORT_TRIES)):
             environment = self._kind.server_environment()
-            process = ServerProcess(lambda port: self._kind.server_command(self._python, port), environment, self._log_file, port)
+            process = ServerProcess(
+                lambda port: self._kind.server_command(self._python, port), environment, self._log_file, port
+            )
             probe = EngineClient(process.address, config.request_timeout_seconds, process.describe_end)
             try:
-                process.wait_ready(lambda probe=probe: probe.is_answering(self._kind.health_path), config.start_timeout_seconds)
+                process.wait_ready(
+                    lambda probe=probe: probe.is_answering(self._kind.health_path),
+                    config.start_timeout_seconds,
+                )
                 return process
             except UserError as error:
                 if not tries_left or not process.port_was_taken():

@@ -1,4 +1,6 @@
-"""Which Python runs an engine that lives in a process of its own, and whether the engine is installed there."""
+"""Which Python runs an engine that lives in a process of its own, and whether the engine is installed
+there.
+"""
 
 import importlib.util
 import subprocess
@@ -40,8 +42,8 @@ PACKAGES = {
 def find_python(configured: str | None, package: EnginePackage) -> str:
     """Return the Python that runs the engine's server.
 
-    `configured` where it is given; else this one, if the engine is installed in it; else the one of `make engines`,
-    .engines/NAME/bin/python under the current folder.
+    `configured` where it is given; else this one, if the engine is installed in it; else the one of `make
+    engines`, .engines/NAME/bin/python under the current folder.
 
     Raises:
         UserError: there is none, or the engine's version there is too old.
@@ -67,7 +69,9 @@ def find_python(configured: str | None, package: EnginePackage) -> str:
 def _check_version(python: Path, package: EnginePackage) -> None:
     command = [str(python), "-c", _ASK_VERSION, *package.distributions]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_QUESTION_TIMEOUT_SECONDS, check=True)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_QUESTION_TIMEOUT_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"engine.python: {python}: {type(error).__name__}: {error}") from None
     version = answer.stdout.strip()
@@ -75,7 +79,10 @@ def _check_version(python: Path, package: EnginePackage) -> None:
         raise UserError(f"engine.python: {python}: has none of {', '.join(package.distributions)} installed")
     if _numbers(version) < package.oldest:
         wanted = ".".join(map(str, package.oldest))
-        raise UserError(f"engine.name: {package.name}: version {version} is installed in {python}, at least {wanted} is needed")
+        raise UserError(
+            f"engine.name: {package.name}: version {version} is installed in {python}, at least "
+            f"{wanted} is needed"
+        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

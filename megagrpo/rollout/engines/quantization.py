@@ -1,7 +1,9 @@
-"""Blockwise float8 checkpoints, as DeepSeek-V3 and the FP8 releases of Qwen3 are laid out, and servers that are built for one.
+"""Blockwise float8 checkpoints, as DeepSeek-V3 and the FP8 releases of Qwen3 are laid out, and servers that
+are built for one.
 
-Beside the weight NAME.weight of a linear layer (float8_e4m3fn [rows, columns]) lies NAME.weight_scale_inv (float32, one for each block of
-128 x 128), by which the block's elements are multiplied. Embeddings, output layer, norms, biases and routers stay in the model's dtype.
+Beside the weight NAME.weight of a linear layer (float8_e4m3fn [rows, columns]) lies NAME.weight_scale_inv
+(float32, one for each block of 128 x 128), by which the block's elements are multiplied. Embeddings, output
+layer, norms, biases and routers stay in the model's dtype.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +15,9 @@ _SUFFIX = "_scale_inv"
 
 
 def is_quantized(name: str) -> bool:
-    """Say whether an HF tensor is the weight of a linear layer or of an expert: all projections of our families are called so."""
+    """Say whether an HF tensor is the weight of a linear layer or of an expert: all projections of our
+    families are called so.
+    """
     return name.endswith("_proj.weight")
 
 
@@ -28,7 +32,9 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def with_scales(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield the names and shapes of a checkpoint's tensors, with those of the scales that it has when it is quantised."""
+    """Yield the names and shapes of a checkpoint's tensors, with those of the scales that it has when it
+    is quantised.
+    """
     for name, shape in shapes.items():
         yield name, shape
         if is_quantized(name):
@@ -36,7 +42,9 @@ def with_scales(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Sequ
 
 
 def find_mismatch(quantization: str, parameters: Sequence[Mapping[str, Mapping[str, Any]]]) -> str | None:
-    """Return in what a server's parameters ({name: {"dtype", "shape"}} by engine rank) differ from `engine.quantization`; None: nothing."""
+    """Return in what a server's parameters ({name: {"dtype", "shape"}} by engine rank) differ from
+    `engine.quantization`; None: nothing.
+    """
     float8 = [name for owned in parameters for name, one in owned.items() if one["dtype"] == "float8_e4m3fn"]
     scales = [name for owned in parameters for name in owned if name.endswith(_SUFFIX)]
     if quantization == "none":
@@ -48,9 +56,12 @@ def quantization_config(names: Sequence[str]) -> dict[str, Any]:
     """Return what `config.json` of a quantised checkpoint says under "quantization_config".
 
     Args:
-        names: of the checkpoint's tensors; routers and the output layer are linear layers that are not quantised.
+        names: of the checkpoint's tensors; routers and the output layer are linear layers that are not
+            quantised.
     """
-    unquantized = [name.removesuffix(".weight") for name in names if name.endswith((".gate.weight", "lm_head.weight"))]
+    unquantized = [
+        name.removesuffix(".weight") for name in names if name.endswith((".gate.weight", "lm_head.weight"))
+    ]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

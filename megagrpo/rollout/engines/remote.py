@@ -1,4 +1,6 @@
-"""Engines that live in a process of their own: one server, reached over HTTP, started as a child or given by its address."""
+"""Engines that live in a process of their own: one server, reached over HTTP, started as a child or given
+by its address.
+"""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,19 +31,22 @@ HOST_FOLDER = Path(__file__).parent / "host"
 class RemoteEngine(ServerProtocol, Engine):
     """A server with weights, and this process's view of it.
 
-    One process owns a server: it starts it (unless an address is given), publishes to it and closes it. Others follow: they generate,
-    and go through the calls of an update without sending anything, so that they know what is served; the caller sees to it that a
-    follower generates only after the owner's commit.
+    One process owns a server: it starts it (unless an address is given), publishes to it and closes it.
+        Others follow: they generate,
+    and go through the calls of an update without sending anything, so that they know what is served; the
+    caller sees to it that a follower generates only after the owner's commit.
 
-    The server is paused from an update's first bucket until the new version serves. Requests that are on their way wait, and go on under
-    the new version, which their completions' `weight_versions` tell token by token; if the update fails, they are ended.
+    The server is paused from an update's first bucket until the new version serves. Requests that are on
+    their way wait, and go on under the new version, which their completions' `weight_versions` tell token by
+    token; if the update fails, they are ended.
 
     A server that dies or falls silent makes the engine "dead": it refuses everything until `restart()`.
 
     Attributes:
         engine_ranks: processes that hold a part of the model, each of which acknowledges a bucket.
         is_owner: whether this process publishes to the server.
-        transfer_group: the name of the process group that the server's ranks have joined for updates; None: none that is known.
+        transfer_group: the name of the process group that the server's ranks have joined for updates; None:
+            none that is known.
     """
 
     def __init__(
@@ -63,12 +68,14 @@ class RemoteEngine(ServerProtocol, Engine):
             config: the `engine:` section.
             tokenizer: the folder's own if None; decodes completions and searches stop strings.
             device: what the server computes on, as its type says.
-            load_weights: the server reads the folder's weights and serves them as version 0; only where it is started here.
+            load_weights: the server reads the folder's weights and serves them as version 0; only where it is
+                started here.
             address: None: the one in `config.addresses`, or a server is started.
             log_file: of a server that is started; None: a temporary file.
 
         Raises:
-            UserError: the engine is not installed, its server does not start or is not there, or the folder can't be read.
+            UserError: the engine is not installed, its server does not start or is not there, or the folder
+                can't be read.
         """
         self.config, self.is_owner, self.load_weights = config, is_owner, load_weights
         self.model_folder, self.device, self.dtype = Path(model_folder), torch.device(device), dtype
@@ -80,12 +87,16 @@ class RemoteEngine(ServerProtocol, Engine):
         self.quantization_config = None  # of the server's model
         if config.quantization != "none":
             self.quantization_config = quantization_config(list(self._tensor_shapes))
-            self._tensor_shapes = {name: torch.Size(shape) for name, shape in with_scales(self._tensor_shapes)}
+            self._tensor_shapes = {
+                name: torch.Size(shape) for name, shape in with_scales(self._tensor_shapes)
+            }
         self._closed = self._asleep = self._aborted = False
         self.transfer_group: str | None = None
         address = address or _only(config.addresses)
         if address and load_weights:
-            raise UserError(f"engine.addresses: {address}: serves weights of its own; they must be published to it")
+            raise UserError(
+                f"engine.addresses: {address}: serves weights of its own; they must be published to it"
+            )
         self._connection = ServerConnection(self, address, log_file)
         self._weights = ServerWeights(self._tensor_shapes, self, is_owner)
         if load_weights:
@@ -123,12 +134,18 @@ class RemoteEngine(ServerProtocol, Engine):
         return None if self._state() == "dead" else self._weights.version
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int], on_group: OnGroup | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        completion_indices: Sequence[int],
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         self._require("serving")
         self._aborted = False
         with self._connection.noting_loss():
-            return request_completions(self, prompts, sampling, completion_indices, on_group, lambda: self._aborted)
+            return request_completions(
+                self, prompts, sampling, completion_indices, on_group, lambda: self._aborted
+            )
 
     def check_model(self) -> None:
         """Compare the server's model with `engine.quantization`. Raises UserError where they differ."""
@@ -143,7 +160,9 @@ class RemoteEngine(ServerProtocol, Engine):
         """
         self._require("verifying")
         with self._connection.noting_loss():
-            ((completion,),) = request_completions(self, [prompt], sampling, [0], name_request=probe_request_id)
+            ((completion,),) = request_completions(
+                self, [prompt], sampling, [0], name_request=probe_request_id
+            )
         return completion
 
     def begin_update(self, version: int) -> None:
@@ -156,7 +175,8 @@ class RemoteEngine(ServerProtocol, Engine):
             self._weights.load(named_tensors)
 
     def join_group(self, address: GroupAddress) -> None:
-        """Have the server's ranks join a process group with the trainer's, through which buckets of transport `group` come.
+        """Have the server's ranks join a process group with the trainer's, through which buckets of transport
+        `group` come.
 
         Raises:
             EngineError: a rank can't, or not all members come in time.
@@ -170,11 +190,13 @@ class RemoteEngine(ServerProtocol, Engine):
     def receive(self, manifest: BucketManifest) -> list[Ack]:
         """Have the server take one bucket of the open update, and return what its ranks acknowledge.
 
-        The first one pauses the server. A follower only notes which tensors its owner sends, and returns nothing.
+        The first one pauses the server. A follower only notes which tensors its owner sends, and returns
+        nothing.
 
         Raises:
-            EngineError: no update to the manifest's version is open; a tensor is unknown, repeated, misshapen, not finite, or not what its
-                checksum says (it is named); an acknowledgement is missing or differs.
+            EngineError: no update to the manifest's version is open; a tensor is unknown, repeated,
+                misshapen, not finite, or not what its checksum says (it is named); an acknowledgement is
+                missing or differs.
         """
         self._require("empty", "serving", "updating", "stale")
         with self._connection.noting_loss():
@@ -183,8 +205,8 @@ class RemoteEngine(ServerProtocol, Engine):
     def complete_update(self, version: int) -> None:
         """Close the transaction without serving the version yet: the engine is "verifying".
 
-        It answers `sample_probe` alone, and requests that are on their way wait, until `serve_update` or `abort_update`, which leaves it
-        stale. Raises EngineError if tensors are missing (they are named).
+        It answers `sample_probe` alone, and requests that are on their way wait, until `serve_update` or
+        `abort_update`, which leaves it stale. Raises EngineError if tensors are missing (they are named).
         """
         self._require("empty", "serving", "updating", "stale")
         self._weights.check_complete(version)
@@ -232,10 +254,16 @@ class RemoteEngine(ServerProtocol, Engine):
 
     def health(self) -> EngineHealth:
         state = self._state()
-        reasons = {"empty": "no weights were committed yet", "stale": "an update failed half-way", "updating": "an update is open"}
+        reasons = {
+            "empty": "no weights were committed yet",
+            "stale": "an update failed half-way",
+            "updating": "an update is open",
+        }
         reasons |= {"verifying": "the new weights are not verified yet"}
         detail = (self._connection.loss or "") if state == "dead" else reasons.get(state, "")
-        return EngineHealth(state == "serving", state, None if state == "dead" else self._weights.version, detail)
+        return EngineHealth(
+            state == "serving", state, None if state == "dead" else self._weights.version, detail
+        )
 
     def close(self) -> None:
         if self._closed:
@@ -252,7 +280,8 @@ class RemoteEngine(ServerProtocol, Engine):
             address: where the server is now; a follower's to be told.
 
         Raises:
-            EngineError: the engine is closed, its server was not started here, or it died more than `engine.max_restarts` times.
+            EngineError: the engine is closed, its server was not started here, or it died more than
+                `engine.max_restarts` times.
             UserError: it does not start.
         """
         if self._closed:
@@ -265,14 +294,18 @@ class RemoteEngine(ServerProtocol, Engine):
             self._connection.find(address)
 
     def forget_weights(self) -> None:
-        """Take the server for empty, whatever it holds: it generates after the next whole update, which may be to any version."""
+        """Take the server for empty, whatever it holds: it generates after the next whole update, which
+        may be to any version.
+        """
         self._weights = ServerWeights(self._tensor_shapes, self, self.is_owner)
 
     # ---- details
 
     @property
     def _tokenizer_folder(self) -> str | None:
-        """Where the server finds the tokenizer, with which it notices stop strings; None: it was not loaded from a folder."""
+        """Where the server finds the tokenizer, with which it notices stop strings; None: it was not
+        loaded from a folder.
+        """
         folder = self.tokenizer.name_or_path
         return folder if folder and Path(folder).is_dir() else None
 

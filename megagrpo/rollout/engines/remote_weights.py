@@ -13,7 +13,8 @@ from megagrpo.rollout.engines.transaction import WeightTransaction
 Ack = dict[str, Any]
 """What an engine rank says of a bucket: {"rank", "version", "tensors": {name: checksum}, "bytes"}."""
 
-_LOAD_BUCKET_BYTES = 64 * 2**20  # of `load`, which takes tensors one by one; a publisher that makes manifests has its own
+# of `load`, which takes tensors one by one; a publisher that makes manifests has its own
+_LOAD_BUCKET_BYTES = 64 * 2**20
 
 
 class BucketSink(Protocol):
@@ -22,17 +23,25 @@ class BucketSink(Protocol):
     engine_ranks: int
 
     def pause(self, abort: bool) -> None:
-        """Stop decoding; requests that are on their way wait, or end now if `abort`. Pausing again is no error."""
+        """Stop decoding; requests that are on their way wait, or end now if `abort`. Pausing again is no
+        error.
+        """
 
     def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
-        """Have every engine rank verify and load a bucket; return all acks. Raises EngineError with what a rank refused."""
+        """Have every engine rank verify and load a bucket; return all acks. Raises EngineError with what a
+        rank refused.
+        """
 
     def describe_parameters(self) -> list[dict[str, Any]]:
-        """Return {name: {"dtype", "shape"}} of every engine rank's own parameters: the tensors of layout `sharded`."""
+        """Return {name: {"dtype", "shape"}} of every engine rank's own parameters: the tensors of layout
+        `sharded`.
+        """
 
 
 class ServerWeights(WeightTransaction):
-    """The transaction of a server's owner, or of a follower, which goes through the same steps and sends nothing."""
+    """The transaction of a server's owner, or of a follower, which goes through the same steps and sends
+    nothing.
+    """
 
     def __init__(self, full_shapes: Mapping[str, torch.Size], server: BucketSink, is_owner: bool):
         """`full_shapes`: the HF checkpoint's tensors."""
@@ -78,7 +87,9 @@ class ServerWeights(WeightTransaction):
         acks = self._server.send_bucket(manifest)
         expected = [build_ack(manifest, rank) for rank in range(self._server.engine_ranks)]
         if acks != expected:
-            raise EngineError(f"weight version {manifest.version}: the engine acknowledges {acks}, sent was {expected}")
+            raise EngineError(
+                f"weight version {manifest.version}: the engine acknowledges {acks}, sent was {expected}"
+            )
         for key, _ in keys:
             self.mark_loaded(key)
         return acks
@@ -91,7 +102,10 @@ class ServerWeights(WeightTransaction):
     def check_verifying(self, version: int) -> None:
         """Raise EngineError unless it is `version` that is to be verified."""
         if version != self.opened:
-            raise EngineError(f"weight version {version}: it is version {self.opened} that was committed and does not serve yet")
+            raise EngineError(
+                f"weight version {version}: it is version {self.opened} that was committed "
+                "and does not serve yet"
+            )
 
     def mark_complete(self, version: int) -> None:
         """Note that `version` serves."""
@@ -99,7 +113,9 @@ class ServerWeights(WeightTransaction):
         self.verifying = False
 
     def abort(self) -> None:
-        """Close the transaction without a commit. A follower can't know how far the owner came, so it is stale from then on."""
+        """Close the transaction without a commit. A follower can't know how far the owner came, so it is
+        stale from then on.
+        """
         if self.updating and not self._is_owner:
             self.mark_overwritten()
         super().abort()
@@ -121,15 +137,25 @@ class ServerWeights(WeightTransaction):
 
     def _choose_layout(self, layout: str) -> None:
         if self._layout not in (None, layout):
-            raise EngineError(f"weights: a bucket of layout {layout} came in an update of layout {self._layout}")
+            raise EngineError(
+                f"weights: a bucket of layout {layout} came in an update of layout {self._layout}"
+            )
         if self._layout is None and layout == "sharded" and self._sharded_shapes is None:
             per_rank = enumerate(self._server.describe_parameters())
-            self._sharded_shapes = {(name, rank): torch.Size(own["shape"]) for rank, owned in per_rank for name, own in owned.items()}
+            self._sharded_shapes = {
+                (name, rank): torch.Size(own["shape"])
+                for rank, owned in per_rank
+                for name, own in owned.items()
+            }
         self._layout = layout
         self.shapes = self._full_shapes if layout == "full" else self._sharded_shapes or {}
 
-    def _checked(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors on; one that the model has not, or in another shape, is refused before it is copied anywhere."""
+    def _checked(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass tensors on; one that the model has not, or in another shape, is refused before it is copied
+        anywhere.
+        """
         for name, tensor in named_tensors:
             self.check(name, tensor.shape)
             yield name, tensor

@@ -1,4 +1,6 @@
-"""Which rank starts which server, which server a rank generates through, and the engine that a rank gets for it."""
+"""Which rank starts which server, which server a rank generates through, and the engine that a rank gets
+for it.
+"""
 
 import socket
 from pathlib import Path
@@ -14,7 +16,9 @@ from megagrpo.rollout.engines import ENGINES, Engine
 
 
 def replica_of_rank(rank: int, world_size: int, num_replicas: int) -> int:
-    """Return the replica that `rank` generates through: neighbouring ranks share one, and the shares differ by one rank at most."""
+    """Return the replica that `rank` generates through: neighbouring ranks share one, and the shares
+    differ by one rank at most.
+    """
     return rank * num_replicas // world_size
 
 
@@ -31,15 +35,22 @@ def replicas_of_ranks(config: Config, world_size: int) -> list[int]:
 
 
 def build_rollout_engine(
-    config: Config, groups: ParallelGroups, hf_folder: str | Path, tokenizer: Any, device: torch.device, dtype: torch.dtype
+    config: Config,
+    groups: ParallelGroups,
+    hf_folder: str | Path,
+    tokenizer: Any,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Engine:
-    """Return this rank's engine: embedded, or its view of the replica that it shares with its neighbours. Collective over all ranks.
+    """Return this rank's engine: embedded, or its view of the replica that it shares with its neighbours.
+    Collective over all ranks.
 
-    Owners start their servers at the same time, with logs in the run folder (engines/NAME_REPLICA.log); the others learn the addresses.
+    Owners start their servers at the same time, with logs in the run folder (engines/NAME_REPLICA.log); the
+    others learn the addresses.
 
     Raises:
-        UserError: on all ranks alike: a server doesn't start, isn't there, has another model than the one that is wanted, or can't be
-            reached from a rank's host.
+        UserError: on all ranks alike: a server doesn't start, isn't there, has another model than the one
+            that is wanted, or can't be reached from a rank's host.
     """
     factory = ENGINES.get(config.engine.name)
     options = {"tokenizer": tokenizer, "device": device, "dtype": dtype}
@@ -70,12 +81,17 @@ def build_rollout_engine(
 
 
 def _unreachable(groups: ParallelGroups, num_replicas: int, hosts: list[str]) -> list[str]:
-    """Return one line if a rank is not on the host of its replica, whose server listens to that host alone."""
+    """Return one line if a rank is not on the host of its replica, whose server listens to that host
+    alone.
+    """
     for rank in range(groups.world_size):
-        owner = owner_of_replica(replica_of_rank(rank, groups.world_size, num_replicas), groups.world_size, num_replicas)
+        owner = owner_of_replica(
+            replica_of_rank(rank, groups.world_size, num_replicas), groups.world_size, num_replicas
+        )
         if hosts[rank] != hosts[owner]:
             return [
-                f"engine.replicas: {num_replicas}: rank {rank} on {hosts[rank]} would generate on {hosts[owner]}; "
+                f"engine.replicas: {num_replicas}: rank {rank} on {hosts[rank]} would generate on "
+                f"{hosts[owner]}; "
                 f"take a multiple of the {len(set(hosts))} hosts, or servers of your own (engine.addresses)"
             ]
     return []

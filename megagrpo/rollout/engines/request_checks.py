@@ -11,7 +11,11 @@ _SEED_BITS = 62  # servers take signed 64-bit seeds; the sum with a completion i
 
 
 def check_request(
-    prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int], vocab_size: int, context_tokens: int
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    completion_indices: Sequence[int],
+    vocab_size: int,
+    context_tokens: int,
 ) -> None:
     """Refuse what no engine could generate; see Engine.generate.
 
@@ -27,13 +31,16 @@ def check_request(
         total = len(prompt.token_ids) + sampling.max_new_tokens
         if total > context_tokens:
             raise UserError(
-                f"prompt {prompt.id}: {len(prompt.token_ids)} tokens + {sampling.max_new_tokens} new tokens = {total}, "
+                f"prompt {prompt.id}: {len(prompt.token_ids)} tokens + {sampling.max_new_tokens} new tokens "
+                f"= {total}, "
                 f"the model's context is {context_tokens}"
             )
         if not prompt.token_ids:
             raise UserError(f"prompt {prompt.id}: has no tokens")
         if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
-            raise UserError(f"prompt {prompt.id}: token ids must lie in 0 to {vocab_size - 1}, the model's vocabulary")
+            raise UserError(
+                f"prompt {prompt.id}: token ids must lie in 0 to {vocab_size - 1}, the model's vocabulary"
+            )
 
 
 def prompt_seed(sampling: SamplingParams, prompt: Prompt) -> int:
@@ -45,7 +52,9 @@ def prompt_seed(sampling: SamplingParams, prompt: Prompt) -> int:
 
 
 def consecutive_runs(completion_indices: Sequence[int], longest: int) -> list[range]:
-    """Split indices into runs of at most `longest` consecutive ones, in order: a server draws each run's completions in one request."""
+    """Split indices into runs of at most `longest` consecutive ones, in order: a server draws each run's
+    completions in one request.
+    """
     runs: list[range] = []
     for index in completion_indices:
         if runs and index == runs[-1].stop and len(runs[-1]) < longest:

@@ -8,7 +8,8 @@ from megagrpo.errors import UserError
 
 
 def device_environment(first: int, count: int, visible: str | None) -> dict[str, str]:
-    """Return what gives a server `count` CUDA devices from the rank's own on: replicas of one machine must not meet on the first ones.
+    """Return what gives a server `count` CUDA devices from the rank's own on: replicas of one machine must
+    not meet on the first ones.
 
     Args:
         first: index of the rank's device among those that this process sees.
@@ -21,14 +22,19 @@ def device_environment(first: int, count: int, visible: str | None) -> dict[str,
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + count)))}
     devices = visible.split(",")[first : first + count]
     if len(devices) < count:
-        raise UserError(f"engine.tensor_parallel: {count}: devices from number {first} on are wanted, CUDA_VISIBLE_DEVICES is {visible}")
+        raise UserError(
+            f"engine.tensor_parallel: {count}: devices from number {first} on are wanted, "
+            f"CUDA_VISIBLE_DEVICES is {visible}"
+        )
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
 def command_line_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Return `--name value` for every option: underscores become dashes, true a bare --name, mappings and lists JSON; null is left out.
+    """Return `--name value` for every option: underscores become dashes, true a bare --name, mappings and
+    lists JSON; null is left out.
 
-    false leaves the option out as well: servers differ in how they say no, so a --no-name is given as an option of its own.
+    false leaves the option out as well: servers differ in how they say no, so a --no-name is given as an
+        option of its own.
     """
     arguments: list[str] = []
     for name, value in options.items():

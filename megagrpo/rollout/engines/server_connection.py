@@ -50,7 +50,9 @@ class ServerConnection:
             raise
 
     def restart(self) -> None:
-        """Start a server that was started here anew. Raises EngineError if it was not, or died too often; UserError: it does not start."""
+        """Start a server that was started here anew. Raises EngineError if it was not, or died too often;
+        UserError: it does not start.
+        """
         if self._server is None:
             raise EngineError(f"{self.client.address} was not started here, so it can't be started anew")
         self._loss = self.loss or "it is started anew"  # until that is done

@@ -23,13 +23,21 @@ _LOG_TAIL_BYTES = 64 * 2**10
 
 
 class ServerProcess:
-    """One server process with a port of its own on this machine, in a process group of its own, writing to a log file.
+    """One server process with a port of its own on this machine, in a process group of its own, writing to a
+    log file.
 
-    The child's standard input is a pipe that only this process holds: when this process ends, however it ends, the pipe closes, which
-    `host/parent_watch.py` in the child answers by ending its group. So a killed rank leaves no server behind.
+    The child's standard input is a pipe that only this process holds: when this process ends, however it
+    ends, the pipe closes, which `host/parent_watch.py` in the child answers by ending its group. So a killed
+    rank leaves no server behind.
     """
 
-    def __init__(self, command: Callable[[int], Sequence[str]], environment: Mapping[str, str], log_file: Path, port: int | None = None):
+    def __init__(
+        self,
+        command: Callable[[int], Sequence[str]],
+        environment: Mapping[str, str],
+        log_file: Path,
+        port: int | None = None,
+    ):
         """Start the server; `wait_ready` says when it serves.
 
         Args:
@@ -73,16 +81,23 @@ class ServerProcess:
         """Wait until `is_ready()`.
 
         Raises:
-            UserError: the process ended, or the time is over (it is ended then); with the reason that its log gives.
+            UserError: the process ended, or the time is over (it is ended then); with the reason that its log
+                gives.
         """
         deadline = time.monotonic() + timeout_seconds
         while not is_ready():
             if not self.is_alive():
                 self.stop(0)  # what is left of its group
-                raise UserError(f"the server ended with code {self._process.returncode} while it started: {self.last_words()}")
+                raise UserError(
+                    f"the server ended with code {self._process.returncode} while it started: "
+                    f"{self.last_words()}"
+                )
             if time.monotonic() > deadline:
                 self.stop()
-                raise UserError(f"the server did not serve within engine.start_timeout_seconds = {timeout_seconds:g}: {self.last_words()}")
+                raise UserError(
+                    "the server did not serve within engine.start_timeout_seconds = "
+                    f"{timeout_seconds:g}: {self.last_words()}"
+                )
             time.sleep(_POLL_SECONDS)
 
     def port_was_taken(self) -> bool:
@@ -90,12 +105,15 @@ class ServerProcess:
         return not self.is_alive() and _PORT_TAKEN in self._log_tail().lower()
 
     def last_words(self) -> str:
-        """Return the last error in the log (its last line where there is none) and where the log is, as one line."""
+        """Return the last error in the log (its last line where there is none) and where the log is, as
+        one line.
+        """
         lines = [line.rstrip() for line in self._log_tail().splitlines() if line.strip()]
         places = [number for number, line in enumerate(lines) if _CAUSE.match(line)]
         said = lines[-1].strip() if lines else "it wrote nothing"
         if places and (cause := _CAUSE.match(lines[places[-1]])):
-            details = itertools.takewhile(lambda line: line[0].isspace(), lines[places[-1] + 1 :])  # pydantic's first line only counts
+            # pydantic's first line only counts
+            details = itertools.takewhile(lambda line: line[0].isspace(), lines[places[-1] + 1 :])
             said = " ".join([cause[1], *(line.strip() for line in details)])[:_CAUSE_CHARACTERS]
         return f"{said} (log: {self.log_file})"
 

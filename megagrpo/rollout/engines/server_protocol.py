@@ -1,4 +1,6 @@
-"""What an engine that is a server has to say of its kind: how it is started, asked, paused and given weights."""
+"""What an engine that is a server has to say of its kind: how it is started, asked, paused and given
+weights.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -43,15 +45,23 @@ class ServerProtocol(ABC):
         """Return what the server's environment has beside this process's."""
 
     @abstractmethod
-    def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
-        """Return the request for completions `indices` of a prompt. The server tells a probe by its `request_id`."""
+    def generate_call(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range
+    ) -> Call:
+        """Return the request for completions `indices` of a prompt. The server tells a probe by its
+        `request_id`.
+        """
 
     def prepare(self, prompts: Sequence[Prompt], num_completions: int) -> None:  # noqa: B027 (most need nothing)
-        """Do what helps the server before it gets the requests for `num_completions` completions of each prompt."""
+        """Do what helps the server before it gets the requests for `num_completions` completions of each
+        prompt.
+        """
 
     @abstractmethod
     def abort_calls(self, requests: Mapping[str, int]) -> list[Call]:
-        """Return the calls that end the given requests (their ids, with the number of their completions) early."""
+        """Return the calls that end the given requests (their ids, with the number of their completions)
+        early.
+        """
 
     @abstractmethod
     def read_samples(self, answer: Any) -> list[Sample]:
@@ -59,19 +69,27 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     def pause(self, abort: bool) -> None:
-        """Stop decoding; requests that are on their way wait, or end now if `abort`. Pausing again is no error."""
+        """Stop decoding; requests that are on their way wait, or end now if `abort`. Pausing again is no
+        error.
+        """
 
     @abstractmethod
     def send_group(self, address: GroupAddress) -> None:
-        """Have every engine rank join a group with the trainer's ranks, and leave the one before. Raises EngineError if one can't."""
+        """Have every engine rank join a group with the trainer's ranks, and leave the one before. Raises
+        EngineError if one can't.
+        """
 
     @abstractmethod
     def send_bucket(self, manifest: BucketManifest) -> list[Ack]:
-        """Have every engine rank verify and load a bucket; return the acks by rank. Raises EngineError with what a rank refused."""
+        """Have every engine rank verify and load a bucket; return the acks by rank. Raises EngineError
+        with what a rank refused.
+        """
 
     @abstractmethod
     def commit_weights(self, version: int) -> None:
-        """Make what was loaded `version`: drop all that was computed from older weights. From then on probes are answered, nothing else."""
+        """Make what was loaded `version`: drop all that was computed from older weights. From then on
+        probes are answered, nothing else.
+        """
 
     @abstractmethod
     def resume(self, version: int) -> None:
@@ -79,14 +97,17 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     def describe_parameters(self) -> list[dict[str, ParameterDescription]]:
-        """Return what every engine rank says of its own parameters, by name: the tensors of layout `sharded`."""
+        """Return what every engine rank says of its own parameters, by name: the tensors of layout
+        `sharded`.
+        """
 
     @abstractmethod
     def set_asleep(self, asleep: bool) -> None:
         """Give the accelerator's memory back, or take it again; the weights survive."""
 
     def parameter_checksums(self) -> list[dict[str, str]]:
-        """Return the checksums of every engine rank's own parameters: two ways of loading can be compared bit for bit.
+        """Return the checksums of every engine rank's own parameters: two ways of loading can be compared bit
+        for bit.
 
         Raises:
             EngineError: an engine of this kind can't tell.

@@ -37,11 +37,13 @@ _SHORT_PROMPT_TOKENS = 32  # computed again for every completion: that takes les
 
 
 class SglangEngine(RemoteEngine):
-    """An SGLang server: token ids in; token ids, log-probs of the sampled distribution and weight versions out.
+    """An SGLang server: token ids in; token ids, log-probs of the sampled distribution and weight versions
+    out.
 
-    The server's sampler is ours (host/sglang_sampler.py), so a completion has the tokens that the embedded engine would draw, as far as
-    their logits agree. While weights are written its requests are retracted: they keep their tokens, lose their keys and values, and go
-    on under the new weights, which `weight_versions` tells token by token.
+    The server's sampler is ours (host/sglang_sampler.py), so a completion has the tokens that the embedded
+    engine would draw, as far as their logits agree. While weights are written its requests are retracted:
+    they keep their tokens, lose their keys and values, and go on under the new weights, which
+    `weight_versions` tells token by token.
     """
 
     package = PACKAGES["sglang"]
@@ -73,7 +75,11 @@ class SglangEngine(RemoteEngine):
         }
         if self.quantization_config is not None:
             arguments |= {"json_model_override_args": {"quantization_config": self.quantization_config}}
-        arguments |= {"tokenizer_path": self._tokenizer_folder} if self._tokenizer_folder else {"skip_tokenizer_init": True}
+        arguments |= (
+            {"tokenizer_path": self._tokenizer_folder}
+            if self._tokenizer_folder
+            else {"skip_tokenizer_init": True}
+        )
         if self.device.type == "cpu":
             arguments |= {"attention_backend": "torch_native", "disable_cuda_graph": True}
         else:
@@ -98,13 +104,19 @@ class SglangEngine(RemoteEngine):
             environment |= thread_environment(self.config.tensor_parallel * self.config.num_replicas)
             environment |= {
                 "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a small model's whole rollout
-                "SGLANG_CPU_OMP_THREADS_BIND": cores_by_rank(sorted(os.sched_getaffinity(0)), self.config.tensor_parallel),
+                "SGLANG_CPU_OMP_THREADS_BIND": cores_by_rank(
+                    sorted(os.sched_getaffinity(0)), self.config.tensor_parallel
+                ),
             }
         else:
-            environment |= device_environment(self.device.index or 0, self.config.tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            environment |= device_environment(
+                self.device.index or 0, self.config.tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES")
+            )
         return environment
 
-    def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
+    def generate_call(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range
+    ) -> Call:
         fields = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -112,9 +124,14 @@ class SglangEngine(RemoteEngine):
             "top_k": sampling.top_k or -1,
             "stop_token_ids": sorted(self.end_token_ids | set(sampling.stop_token_ids)),
         }
-        if sampling.stop and self._tokenizer_folder:  # else completions are cut here, which costs the server tokens
+        # else completions are cut here, which costs the server tokens
+        if sampling.stop and self._tokenizer_folder:
             fields |= {"stop": list(sampling.stop), "no_stop_trim": True}
-        keys = row_keys(sampling.seed, sampling.step, [prompt.id] * len(indices), indices).view(np.int64).tolist()
+        keys = (
+            row_keys(sampling.seed, sampling.step, [prompt.id] * len(indices), indices)
+            .view(np.int64)
+            .tolist()
+        )
         greedy = sampling.temperature == 0  # the server takes a greedy request by its having no seed
         body = {
             "rid": _request_ids(request_id, len(indices)),
@@ -127,7 +144,11 @@ class SglangEngine(RemoteEngine):
         return "/generate", body
 
     def abort_calls(self, requests: Mapping[str, int]) -> list[Call]:
-        return [("/abort_request", {"rid": rid}) for request_id, count in requests.items() for rid in _request_ids(request_id, count)]
+        return [
+            ("/abort_request", {"rid": rid})
+            for request_id, count in requests.items()
+            for rid in _request_ids(request_id, count)
+        ]
 
     def read_samples(self, answer: Any) -> list[Sample]:
         return [read_sample(sample, self._routed_shape) for sample in answer]
@@ -154,7 +175,8 @@ class SglangEngine(RemoteEngine):
         self._continue()
 
     def resume(self, version: int) -> None:
-        self.pause(abort=False)  # an instruction to a server that isn't paused waits for the end of all its requests
+        # an instruction to a server that isn't paused waits for the end of all its requests
+        self.pause(abort=False)
         self._instruct(serve_body(version))
         self._continue()
 
@@ -180,12 +202,16 @@ class SglangEngine(RemoteEngine):
     def prepare(self, prompts: Sequence[Prompt], num_completions: int) -> None:
         """Have the server compute the prompts once; the completions of each then share its keys and values.
 
-        Requests that come together are computed together, so none of them would find another's prompt in the cache.
+        Requests that come together are computed together, so none of them would find another's prompt in the
+        cache.
         """
         long = [list(prompt.token_ids) for prompt in prompts if len(prompt.token_ids) > _SHORT_PROMPT_TOKENS]
         if num_completions > 1:
             self.client.call_all(
-                [("/generate", {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 0}}) for token_ids in long],
+                [
+                    ("/generate", {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 0}})
+                    for token_ids in long
+                ],
                 on_answer=lambda number, answer: None,
                 max_pending=self.config.max_batch_completions,
                 is_aborted=lambda: self._aborted,
@@ -193,11 +219,15 @@ class SglangEngine(RemoteEngine):
             )
 
     def _kv_cache_tokens(self, context: int) -> int | None:
-        """Return the tokens that the key/value cache has room for: no more than can be in use; None leaves it to the server."""
+        """Return the tokens that the key/value cache has room for: no more than can be in use; None leaves
+        it to the server.
+        """
         if self.config.kv_cache_bytes is None and self.device.type != "cpu":
             return None
         heads = self._hf.num_key_value_heads or self._hf.num_attention_heads
-        head_size = getattr(self._hf, "head_dim", None) or self._hf.hidden_size // self._hf.num_attention_heads
+        head_size = (
+            getattr(self._hf, "head_dim", None) or self._hf.hidden_size // self._hf.num_attention_heads
+        )
         heads_of_rank = -(-heads // self.config.tensor_parallel)
         token_bytes = 2 * self._hf.num_hidden_layers * heads_of_rank * head_size * self.dtype.itemsize
         budget = (self.config.kv_cache_bytes or _CPU_KV_CACHE_BYTES) // token_bytes
@@ -220,11 +250,16 @@ class SglangEngine(RemoteEngine):
 
 
 def cores_by_rank(cores: Sequence[int], num_ranks: int) -> str:
-    """Return which cores each engine rank gets, as SGLang writes it; without it a CPU must have a NUMA node for each rank."""
+    """Return which cores each engine rank gets, as SGLang writes it; without it a CPU must have a NUMA
+    node for each rank.
+    """
     share = max(1, len(cores) // num_ranks)
-    groups = [[cores[(rank * share + place) % len(cores)] for place in range(share)] for rank in range(num_ranks)]
+    groups = [
+        [cores[(rank * share + place) % len(cores)] for place in range(share)] for rank in range(num_ranks)
+    ]
     return "|".join(",".join(map(str, group)) for group in groups)
 
 
 def _request_ids(request_id: str, count: int) -> list[str]:
-    return [f"{request_id}.{place}." for place in range(count)]  # the dot at the end: the server ends what begins with an id
+    # the dot at the end: the server ends what begins with an id
+    return [f"{request_id}.{place}." for place in range(count)]

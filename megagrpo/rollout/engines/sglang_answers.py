@@ -39,7 +39,9 @@ def read_sample(answer: Mapping[str, Any], routed_shape: tuple[int, int] | None 
 
 
 def read_versions(meta: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Return (first token, weight version) per span, ascending, without empty spans; the version alone where there are no tokens."""
+    """Return (first token, weight version) per span, ascending, without empty spans; the version alone
+    where there are no tokens.
+    """
     spans = [span for span in meta.get("weight_versions") or [] if span["end"] > span["start"]]
     if not spans:
         return ((0, int(meta["weight_version"])),)
@@ -47,7 +49,8 @@ def read_versions(meta: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
 
 
 def read_routed_experts(meta: Mapping[str, Any], shape: tuple[int, int]) -> np.ndarray | None:
-    """Return the experts of every token that went through the model, int32 [P + L - 1, layers, experts per token]; None without any.
+    """Return the experts of every token that went through the model, int32 [P + L - 1, layers, experts per
+    token]; None without any.
 
     P prompt tokens and L completion tokens: the last one was never an input.
     """

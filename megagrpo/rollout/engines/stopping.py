@@ -6,14 +6,16 @@ import numpy as np
 
 from megagrpo.types import SamplingParams
 
-_CONTEXT_TOKENS = 4  # decoded before the stop string could start: a tail's first tokens may lose a space or half a character
+# decoded before the stop string could start: a tail's first tokens may lose a space or half a character
+_CONTEXT_TOKENS = 4
 
 
 class StopRule:
     """Says whether a completion's newest token ends it.
 
-    A stop string ends a completion with the token that completes it in the decoded text. Only a tail is decoded: a token that adds
-    to the text adds at least one byte, so a stop string of b bytes lies within the last b tokens. Strings are searched in the text
+    A stop string ends a completion with the token that completes it in the decoded text. Only a tail is
+    decoded: a token that adds to the text adds at least one byte, so a stop string of b bytes lies within the
+        last b tokens. Strings are searched in the text
     with special tokens spelled out, so `stop: ["<|im_end|>"]` works.
     """
 
@@ -35,15 +37,21 @@ class StopRule:
         ended = np.isin(tokens[rows, lengths - 1], self._end_token_ids)
         if self._strings:
             for row in rows[~ended]:
-                ended[row] = self._completes_string(tokens[row, max(0, lengths[row] - self._tail) : lengths[row]])
+                ended[row] = self._completes_string(
+                    tokens[row, max(0, lengths[row] - self._tail) : lengths[row]]
+                )
         return ended
 
     def first_end(self, tokens: np.ndarray) -> int | None:
-        """Return how many of a completion's tokens, int64 [L], it has when the first end in it is kept; None without an end in it."""
+        """Return how many of a completion's tokens, int64 [L], it has when the first end in it is kept;
+        None without an end in it.
+        """
         length = len(tokens)
         ended = self.ends(np.broadcast_to(tokens, (length, length)), np.arange(1, length + 1))
         return int(ended.argmax()) + 1 if ended.any() else None
 
     def _completes_string(self, tail: np.ndarray) -> bool:
-        text = self._tokenizer.decode(tail.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            tail.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return any(string in text for string in self._strings)

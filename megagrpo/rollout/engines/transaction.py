@@ -13,8 +13,8 @@ class WeightTransaction:
     """Which version an engine holds, which one is on its way, and what of it has come.
 
     Attributes:
-        shapes: the tensors that a whole version has, by key, with their shapes. The key is the tensor's name, or (name, engine rank)
-            where every engine rank gets tensors of its own.
+        shapes: the tensors that a whole version has, by key, with their shapes. The key is the tensor's name,
+            or (name, engine rank) where every engine rank gets tensors of its own.
         version: the committed version; None before the first commit and while stale.
         updating: whether a transaction is open.
         opened: the version that it (or the last one) is to.
@@ -35,7 +35,9 @@ class WeightTransaction:
         if self.updating:
             raise EngineError(f"weight version {version}: the update to version {self.opened} is still open")
         if self._last_version is not None and version <= self._last_version:
-            raise EngineError(f"weight version {version} is not above version {self._last_version}, which is committed")
+            raise EngineError(
+                f"weight version {version} is not above version {self._last_version}, which is committed"
+            )
         self.updating, self.opened = True, version
         self._loaded.clear()
 
@@ -44,10 +46,14 @@ class WeightTransaction:
         if not self.updating:
             raise EngineError("load: no weight update is open")
         if version not in (None, self.opened):
-            raise EngineError(f"load: a bucket of version {version} came in the update to version {self.opened}")
+            raise EngineError(
+                f"load: a bucket of version {version} came in the update to version {self.opened}"
+            )
 
     def check(self, key: Hashable, shape: torch.Size | tuple[int, ...]) -> None:
-        """Raise EngineError if the model has no such tensor, or it has come already, or its shape is another."""
+        """Raise EngineError if the model has no such tensor, or it has come already, or its shape is
+        another.
+        """
         name, expected = _describe(key), self.shapes.get(key)
         if expected is None:
             raise EngineError(f"weight {name}: the model has no such tensor")
@@ -68,12 +74,15 @@ class WeightTransaction:
         """Raise EngineError unless the open transaction is to `version` and every tensor has come."""
         if not self.updating or version != self.opened:
             raise EngineError(
-                f"weight version {version}: no update to it is open" + (f", but one to {self.opened}" if self.updating else "")
+                f"weight version {version}: no update to it is open"
+                + (f", but one to {self.opened}" if self.updating else "")
             )
         missing = sorted(_describe(key).strip("'") for key in self.shapes.keys() - self._loaded)
         if missing:
             shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-            raise EngineError(f"weight version {version}: {len(missing)} of {len(self.shapes)} tensors are missing: {shown}")
+            raise EngineError(
+                f"weight version {version}: {len(missing)} of {len(self.shapes)} tensors are missing: {shown}"
+            )
 
     def mark_complete(self, version: int) -> None:
         """Note that the engine holds all of `version`."""
@@ -81,7 +90,9 @@ class WeightTransaction:
         self.version = self._last_version = version
 
     def abort(self) -> None:
-        """Close the transaction without a commit; the version before it stays if nothing was overwritten yet."""
+        """Close the transaction without a commit; the version before it stays if nothing was overwritten
+        yet.
+        """
         self.updating = False
 
 

@@ -23,7 +23,9 @@ _ATTENTION = "megagrpo_rollout"
 
 
 def _attention(module, query, key, value, attention_mask, scaling, rollout_cache: RolloutCache, **options):
-    """Attention in the form that transformers' AttentionInterface calls: states [1, heads, T, D] -> ([1, T, heads, D], None)."""
+    """Attention in the form that transformers' AttentionInterface calls: states [1, heads, T, D] -> ([1,
+    T, heads, D], None).
+    """
     for name in ("sliding_window", "softcap", "s_aux"):
         if options.get(name) is not None:
             raise EngineError(f"layer {module.layer_idx}: attention with {name} is not supported")
@@ -34,7 +36,8 @@ AttentionInterface.register(_ATTENTION, _attention)
 
 
 class TransformersEngine(Engine):
-    """A full replica of the model, decoded with shared prompts, a growing KV cache and counter-based sampling.
+    """A full replica of the model, decoded with shared prompts, a growing KV cache and counter-based
+    sampling.
 
     Weights are overwritten in place, so nothing is generated while an update is open (see Engine).
     """
@@ -53,14 +56,17 @@ class TransformersEngine(Engine):
         Args:
             config: `max_batch_completions` and `max_prefill_tokens` bound the decode batch and the prefill.
             tokenizer: the folder's own if None; decodes completions and searches stop strings.
-            load_weights: take the folder's weights as version 0; otherwise the engine is empty until the first commit.
+            load_weights: take the folder's weights as version 0; otherwise the engine is empty until the
+                first commit.
 
         Raises:
             UserError: the folder can't be read, or the model's attention is not plain causal attention.
         """
         self._config = config
         self._device = torch.device(device)
-        self._tokenizer = tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
+        self._tokenizer = (
+            tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
+        )
         self._model = build_model(model_folder, _ATTENTION, dtype, load_weights).to(self._device)
         fuse_query_key_value(self._model)
         self._end_token_ids = end_token_ids(model_folder, self._model.config, self._tokenizer)
@@ -76,14 +82,26 @@ class TransformersEngine(Engine):
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, completion_indices: Sequence[int], on_group: OnGroup | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        completion_indices: Sequence[int],
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         self._require("serving")
         config = self._model.config
-        check_request(prompts, sampling, completion_indices, config.vocab_size, config.max_position_embeddings)
+        check_request(
+            prompts, sampling, completion_indices, config.vocab_size, config.max_position_embeddings
+        )
         self._aborted = False
         stop_rule = StopRule(self._tokenizer, self._end_token_ids, sampling)
-        decoder = Decoder(self._forward, sampling, stop_rule, self._config.max_batch_completions, self._config.max_prefill_tokens)
+        decoder = Decoder(
+            self._forward,
+            sampling,
+            stop_rule,
+            self._config.max_batch_completions,
+            self._config.max_prefill_tokens,
+        )
         requests = _requests(prompts, completion_indices, self._config.max_batch_completions)
         group_size, version = len(completion_indices), self._weights.version
         groups: list[list[Any]] = [[None] * group_size for _ in prompts]
@@ -98,7 +116,9 @@ class TransformersEngine(Engine):
                 logprobs=row.logprobs,
                 finish_reason=row.finish_reason,
                 weight_versions=((0, version),),
-                text=self._tokenizer.decode(row.token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False),
+                text=self._tokenizer.decode(
+                    row.token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                ),
             )
             missing[group] -= 1
             if on_group is not None and missing[group] == 0:
@@ -138,7 +158,11 @@ class TransformersEngine(Engine):
 
     def health(self) -> EngineHealth:
         state = self._state()
-        reasons = {"empty": "no weights were committed yet", "stale": "an update failed half-way", "updating": "an update is open"}
+        reasons = {
+            "empty": "no weights were committed yet",
+            "stale": "an update failed half-way",
+            "updating": "an update is open",
+        }
         return EngineHealth(state == "serving", state, self._weights.version, reasons.get(state, ""))
 
     def close(self) -> None:
@@ -172,7 +196,9 @@ class TransformersEngine(Engine):
 
 
 def _requests(prompts: Sequence[Prompt], completion_indices: Sequence[int], max_rows: int) -> list[Request]:
-    """One request per prompt; one that asks for more completions than fit at once is split (and prefilled once per part)."""
+    """One request per prompt; one that asks for more completions than fit at once is split (and prefilled
+    once per part).
+    """
     requests = []
     for group, prompt in enumerate(prompts):
         for start in range(0, len(completion_indices), max_rows):

@@ -27,8 +27,9 @@ _CPU_BLOCK_TOKENS = 32  # vLLM's smallest on a CPU: prompts are shared in whole 
 class VllmEngine(RemoteEngine):
     """A vLLM server: token ids in; token ids, log-probs at the sampling temperature and weight versions out.
 
-    The samples of a prompt come from one request. vLLM gives sample i of a request the seed s + i and draws from a generator of its own
-    for each, so a completion is a function of (seed, step, prompt, index, weights) as far as its logits do not depend on the batch.
+    The samples of a prompt come from one request. vLLM gives sample i of a request the seed s + i and draws
+    from a generator of its own for each, so a completion is a function of (seed, step, prompt, index,
+    weights) as far as its logits do not depend on the batch.
     """
 
     package = PACKAGES["vllm"]
@@ -54,7 +55,8 @@ class VllmEngine(RemoteEngine):
             "worker_extension_cls": "vllm_worker.WeightReceiver",
             "scheduler_cls": "vllm_scheduler.build_scheduler",
             "weight_transfer_config": {"backend": "megagrpo"},  # of host/vllm_transfer.py
-            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, not of the raw logits
+            # of the distribution that is sampled, not of the raw logits
+            "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # the folder's own sampling defaults would change what is sampled
             "load_format": "auto" if self.load_weights else "dummy",
             "enable_scale_out": True,  # the route that takes and returns token ids
@@ -73,8 +75,14 @@ class VllmEngine(RemoteEngine):
             arguments |= {"kv_cache_memory_bytes": self.config.kv_cache_bytes or _CPU_KV_CACHE_BYTES}
         else:
             arguments |= {"enable_sleep_mode": True}
-            arguments |= {"kv_cache_memory_bytes": self.config.kv_cache_bytes} if self.config.kv_cache_bytes else {}
-        return [python, str(HOST_FOLDER / "vllm_server.py"), *command_line_arguments(arguments | self.config.options)]
+            arguments |= (
+                {"kv_cache_memory_bytes": self.config.kv_cache_bytes} if self.config.kv_cache_bytes else {}
+            )
+        return [
+            python,
+            str(HOST_FOLDER / "vllm_server.py"),
+            *command_line_arguments(arguments | self.config.options),
+        ]
 
     def server_environment(self) -> Mapping[str, str]:
         environment = {
@@ -87,15 +95,20 @@ class VllmEngine(RemoteEngine):
         if self.device.type == "cpu":
             environment |= thread_environment(self.config.tensor_parallel * self.config.num_replicas)
             environment |= {
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its own binding leaves a core out and can't know of the trainer's ranks
+                # its own binding leaves a core out and can't know of the trainer's ranks
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "TORCHDYNAMO_DISABLE": "1",  # the first request with log-probs would compile for seconds
             }
         else:
             first = self.device.index or 0
-            environment |= device_environment(first, self.config.tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            environment |= device_environment(
+                first, self.config.tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES")
+            )
         return environment
 
-    def generate_call(self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range) -> Call:
+    def generate_call(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range
+    ) -> Call:
         fields = {
             "n": len(indices),
             "seed": prompt_seed(sampling, prompt) + indices.start,
@@ -108,12 +121,19 @@ class VllmEngine(RemoteEngine):
             "stop_token_ids": sorted(self.end_token_ids | set(sampling.stop_token_ids)),
             "detokenize": False,
         }
-        if sampling.stop and self._tokenizer_folder is not None:  # else completions are cut here, which costs the server tokens
+        # else completions are cut here, which costs the server tokens
+        if sampling.stop and self._tokenizer_folder is not None:
             fields |= {"stop": list(sampling.stop), "detokenize": True, "skip_special_tokens": False}
-        return "/inference/v1/generate", {"request_id": request_id, "token_ids": list(prompt.token_ids), "sampling_params": fields}
+        return "/inference/v1/generate", {
+            "request_id": request_id,
+            "token_ids": list(prompt.token_ids),
+            "sampling_params": fields,
+        }
 
     def abort_calls(self, requests: Mapping[str, int]) -> list[Call]:
-        return [("/abort_requests", {"request_ids": [_REQUEST_PREFIX + request_id for request_id in requests]})]
+        return [
+            ("/abort_requests", {"request_ids": [_REQUEST_PREFIX + request_id for request_id in requests]})
+        ]
 
     def read_samples(self, answer: Any) -> list[Sample]:
         return [
@@ -121,7 +141,9 @@ class VllmEngine(RemoteEngine):
                 token_ids=choice["token_ids"],
                 logprobs=[token["logprob"] for token in choice["logprobs"]["content"]],
                 finish_reason=choice["finish_reason"],
-                weight_versions=tuple((span["start"], int(span["version"])) for span in choice["weight_versions"] or ()),
+                weight_versions=tuple(
+                    (span["start"], int(span["version"])) for span in choice["weight_versions"] or ()
+                ),
             )
             for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
         ]
@@ -130,7 +152,8 @@ class VllmEngine(RemoteEngine):
         self.client.call(f"/pause?mode={'abort' if abort else 'keep'}")
 
     def send_group(self, address: GroupAddress) -> None:
-        if any(answer["is_open"] for answer in self._ask_workers("describe_transfer")):  # the last one ended in the middle
+        # the last one ended in the middle
+        if any(answer["is_open"] for answer in self._ask_workers("describe_transfer")):
             self.client.call("/finish_weight_update", {})
         self._in_transfer = False
         self.client.call("/init_weight_transfer_engine", {"init_info": asdict(address)})
@@ -170,7 +193,9 @@ class VllmEngine(RemoteEngine):
     def set_asleep(self, asleep: bool) -> None:
         told = self.client.call("/sleep?level=1" if asleep else "/wake_up")["status"]
         if told != ("sleeping" if asleep else "awake"):  # a part of it may be left asleep
-            raise EngineError(f"{self.address}: asked to {'sleep' if asleep else 'wake'}, the engine says that it is {told}")
+            raise EngineError(
+                f"{self.address}: asked to {'sleep' if asleep else 'wake'}, the engine says that it is {told}"
+            )
 
     def _call_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Call a method of the weight receiver on every worker; the answers by engine rank."""

@@ -31,7 +31,8 @@ class InPlaceWeights(WeightTransaction):
         self.require_open()
         for name, tensor in named_tensors:
             self.check(name, tensor.shape)
-            if tensor.numel() and not all(torch.isfinite(bound) for bound in torch.aminmax(tensor)):  # NaN passes through aminmax
+            # NaN passes through aminmax
+            if tensor.numel() and not all(torch.isfinite(bound) for bound in torch.aminmax(tensor)):
                 raise EngineError(f"weight {name!r}: holds values that are not finite")
             self.mark_overwritten()
             self._targets[name].copy_(tensor)
@@ -46,8 +47,8 @@ class InPlaceWeights(WeightTransaction):
 def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return every parameter and persistent buffer under its name in an HF checkpoint; tied ones once.
 
-    transformers fuses the experts of a layer into `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I], checkpoints hold them one by
-    one; those names get views of the fused tensors.
+    transformers fuses the experts of a layer into `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I],
+    checkpoints hold them one by one; those names get views of the fused tensors.
     """
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -61,7 +62,9 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             continue
         for expert, fused in enumerate(tensor.detach()):
             parts = (
-                {"down_proj": fused} if match["part"] == "down_proj" else dict(zip(("gate_proj", "up_proj"), fused.chunk(2), strict=True))
+                {"down_proj": fused}
+                if match["part"] == "down_proj"
+                else dict(zip(("gate_proj", "up_proj"), fused.chunk(2), strict=True))
             )
             tensors |= {f"{match['prefix']}.{expert}.{part}.weight": view for part, view in parts.items()}
     return tensors

@@ -1,7 +1,9 @@
-"""The contract of a transport: how the slices of a bucket come together in memory that an engine's ranks can read.
+"""The contract of a transport: how the slices of a bucket come together in memory that an engine's ranks can
+read.
 
-A transport has two memories (slots) for every replica and uses them in turn: while the engine loads one bucket the next is written. They
-exist during a publish only. A subclass says where the memory is and how the slices get there.
+A transport has two memories (slots) for every replica and uses them in turn: while the engine loads one
+bucket the next is written. They exist during a publish only. A subclass says where the memory is and how the
+slices get there.
 """
 
 from abc import ABC, abstractmethod
@@ -69,12 +71,14 @@ class Run:
 class Transport(ABC):
     """Brings a bucket's slices together, for every replica at once.
 
-    Calls of a publish, by every rank, each checked by all before the next: `open`, `attach`, `connect`, then per bucket `write`,
-    `checksums`, `deliver` (checked by `wait_delivered` after the next `write`); `close` also after an error.
+    Calls of a publish, by every rank, each checked by all before the next: `open`, `attach`, `connect`, then
+    per bucket `write`, `checksums`, `deliver` (checked by `wait_delivered` after the next `write`); `close`
+    also after an error.
     """
 
     name: ClassVar[str]  # in manifests too: how the engine reads the memory
-    # Buckets of memory that a rank has at its peak. Where it is more than two, buckets are planned smaller: the bytes stay those of two.
+    # Buckets of memory that a rank has at its peak. Where it is more than two, buckets are planned smaller:
+    # the bytes stay those of two.
     buckets_alive: ClassVar[int] = SLOTS
 
     def __init__(self, context: TransportContext):
@@ -83,8 +87,10 @@ class Transport(ABC):
         self.version = -1
         self.chosen: tuple[int, ...] = ()  # replicas of the publish that is under way
         self.base: int | None = None  # the version that they hold, if what they have is not sent
-        self.left_out: dict[int, frozenset[int]] = {}  # bucket -> positions of parameters that they have; of layout `full`
-        self.memory: dict[tuple[int, int], torch.Tensor] = {}  # (replica, slot) -> bytes [slot_bytes], of those that this rank can reach
+        # bucket -> positions of parameters that they have; of layout `full`
+        self.left_out: dict[int, frozenset[int]] = {}
+        # (replica, slot) -> bytes [slot_bytes], of those that this rank can reach
+        self.memory: dict[tuple[int, int], torch.Tensor] = {}
 
     @cached_property
     def layouts(self) -> list[BucketLayout]:
@@ -109,7 +115,11 @@ class Transport(ABC):
     def sends(self, bucket: int) -> list[Transfer]:
         """Return what this rank sends of a bucket in this publish."""
         left_out = self.left_out.get(bucket, frozenset())
-        return [transfer for transfer in self._all_sends[bucket] if transfer.replica in self.chosen and transfer.target not in left_out]
+        return [
+            transfer
+            for transfer in self._all_sends[bucket]
+            if transfer.replica in self.chosen and transfer.target not in left_out
+        ]
 
     def receives(self, bucket: int, replica: int, destination: int) -> list[Transfer]:
         """Return what an engine rank gets of a bucket in this publish."""
@@ -119,14 +129,17 @@ class Transport(ABC):
 
     @property
     def base_version(self) -> int | None:
-        """The version from which engines can be brought to the next one by what changed alone; None: by no version."""
+        """The version from which engines can be brought to the next one by what changed alone; None: by no
+        version.
+        """
         return None
 
     def open(self, version: int, replicas: Sequence[int], base_version: int | None = None) -> None:
         """Begin a publish: make the slots of the replicas that this rank owns.
 
         Args:
-            base_version: `base_version` of this transport, if all of the replicas hold it; None: everything is sent.
+            base_version: `base_version` of this transport, if all of the replicas hold it; None: everything
+                is sent.
 
         Raises:
             OSError: there is no room.
@@ -147,7 +160,9 @@ class Transport(ABC):
         """Reach the slots that other ranks made, where the transport writes there directly."""
 
     def write(self, bucket: int, slot: int) -> None:
-        """Bring this rank's slices of a bucket to their places; when all ranks have, the slots are complete. Collective over all ranks."""
+        """Bring this rank's slices of a bucket to their places; when all ranks have, the slots are
+        complete. Collective over all ranks.
+        """
         try:
             self.context.reader.prepare(self.plan.buckets[bucket])
             self.write_slices(bucket, slot)
@@ -159,7 +174,9 @@ class Transport(ABC):
         """Do what `write` says, in the transport's way."""
 
     @abstractmethod
-    def carry(self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]) -> None:
+    def carry(
+        self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]
+    ) -> None:
         """Bring changes to their places in the slot, instead of slices. Collective over all ranks.
 
         Args:
@@ -172,14 +189,17 @@ class Transport(ABC):
         """Return where a slot is, for the manifest. The owner's call."""
 
     def connect(self, engine: BucketEngine) -> None:  # noqa: B027 (most hand over memory alone)
-        """Reach the ranks of the engines themselves, where slices go straight to them. Collective over all ranks.
+        """Reach the ranks of the engines themselves, where slices go straight to them. Collective over all
+        ranks.
 
         Args:
             engine: this rank's.
         """
 
     def deliver(self, bucket: int, slot: int) -> None:  # noqa: B027
-        """Begin to send a bucket to the engines' ranks, which are told to receive it at the same time; does not wait."""
+        """Begin to send a bucket to the engines' ranks, which are told to receive it at the same time;
+        does not wait.
+        """
 
     def wait_delivered(self) -> None:  # noqa: B027
         """Wait until what `deliver` began is done. Raises what went wrong with it."""
@@ -192,31 +212,47 @@ class Transport(ABC):
         """Give the slots back. Allowed at any time, twice too."""
 
     def checksums(self, bucket: int, slot: int) -> dict[tuple[int, int], str]:
-        """Return {(replica, position in the layout): checksum} of complete parameters; every one is in some rank's answer once."""
+        """Return {(replica, position in the layout): checksum} of complete parameters; every one is in
+        some rank's answer once.
+        """
         return {
             (replica, number): checksum_of(self.view(replica, slot, placed).cpu())
             for replica in self.own_replicas
             for number, placed in enumerate(self.layouts[bucket].tensors)
         }
 
-    def describe(self, version: int, bucket: int, checksums: Sequence[str], location: dict[str, Any]) -> BucketManifest:
+    def describe(
+        self, version: int, bucket: int, checksums: Sequence[str], location: dict[str, Any]
+    ) -> BucketManifest:
         """Return the manifest of a complete bucket at a place."""
         sharded = self.plan.grid.layout == "sharded"
         entries = []
         for placed, checksum in zip(self.layouts[bucket].tensors, checksums, strict=True):
             target, rank = placed.target, placed.destination if sharded else None
             dtype = str(self.context.dtype_of(target)).removeprefix("torch.")
-            entry = TensorEntry(target.name, dtype, target.shape, placed.offset, placed.nbytes, checksum, rank)
+            entry = TensorEntry(
+                target.name, dtype, target.shape, placed.offset, placed.nbytes, checksum, rank
+            )
             is_left_out = placed.position in self.left_out.get(bucket, frozenset())
-            entries.append(replace(entry, offset=0, nbytes=0, checksum=NO_CHECKSUM, patches=()) if is_left_out else entry)
+            entries.append(
+                replace(entry, offset=0, nbytes=0, checksum=NO_CHECKSUM, patches=()) if is_left_out else entry
+            )
         return BucketManifest(version, self.name, location, self.plan.grid.layout, tuple(entries), self.base)
 
-    def manifest(self, version: int, bucket: int, slot: int, replica: int, checksums: Sequence[str]) -> BucketManifest:
-        """Return the manifest of a complete bucket of a replica; what its location names is there when this returns. The owner's call."""
-        return self.hand_out(self.describe(version, bucket, checksums, self.location(replica, slot)), bucket, slot, replica)
+    def manifest(
+        self, version: int, bucket: int, slot: int, replica: int, checksums: Sequence[str]
+    ) -> BucketManifest:
+        """Return the manifest of a complete bucket of a replica; what its location names is there when
+        this returns. The owner's call.
+        """
+        return self.hand_out(
+            self.describe(version, bucket, checksums, self.location(replica, slot)), bucket, slot, replica
+        )
 
     def hand_out(self, described: BucketManifest, bucket: int, slot: int, replica: int) -> BucketManifest:
-        """Make what a manifest's location names, where it is not there yet; return the manifest as it goes to the engine."""
+        """Make what a manifest's location names, where it is not there yet; return the manifest as it goes
+        to the engine.
+        """
         return described
 
     # ---- what subclasses share
@@ -239,7 +275,9 @@ class Transport(ABC):
     def put_runs(self, slot: int, runs: Sequence[Run], blocks: Sequence[torch.Tensor]) -> None:
         """Copy blocks to their places."""
         for run, tensor in zip(runs, blocks, strict=True):
-            self.memory[run.replica, slot][run.offset : run.offset + run.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            self.memory[run.replica, slot][run.offset : run.offset + run.nbytes].copy_(
+                tensor.reshape(-1).view(torch.uint8)
+            )
 
     def clear_padding(self, bucket: int, slot: int) -> None:
         """Zero the rows that nobody sends in the slots that this rank owns."""
@@ -250,5 +288,7 @@ class Transport(ABC):
 
     def note_peak(self, message_bytes: int = 0) -> None:
         """Count the memory of this rank's own slots and of messages on their way."""
-        own = sum(memory.nbytes for (replica, _), memory in self.memory.items() if replica in self.own_replicas)
+        own = sum(
+            memory.nbytes for (replica, _), memory in self.memory.items() if replica in self.own_replicas
+        )
         self.stats.peak_bytes = max(self.stats.peak_bytes, own + message_bytes)

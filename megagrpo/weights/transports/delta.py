@@ -1,7 +1,9 @@
 """Sends what changed since the version that the engines have, by any transport.
 
-sharded   blocks: the engine's rank lays them over its parameters. They lie compactly in a slot, those of a parameter one after another.
-full      whole tensors, those of which a bit changed: the engine's own loader takes nothing less, and a copy of every HF tensor on the
+sharded   blocks: the engine's rank lays them over its parameters. They lie compactly in a slot, those of a
+    parameter one after another.
+full      whole tensors, those of which a bit changed: the engine's own loader takes nothing less, and a copy
+of every HF tensor on the
           engine's side, to lay blocks over, would take as much memory as the model.
 
 Where the engines do not all hold the version that the tracker remembers, everything is sent, and remembered.
@@ -77,20 +79,30 @@ class DeltaTransport(Transport):
         if not self._sends_blocks:
             return self.carrier.checksums(bucket, slot)
         numbers = range(len(self.layouts[bucket].tensors))
-        return {place: self._region(slot, place).checksum for replica in self.own_replicas for place in ((replica, n) for n in numbers)}
+        return {
+            place: self._region(slot, place).checksum
+            for replica in self.own_replicas
+            for place in ((replica, n) for n in numbers)
+        }
 
-    def describe(self, version: int, bucket: int, checksums: Sequence[str], location: dict[str, Any]) -> BucketManifest:
+    def describe(
+        self, version: int, bucket: int, checksums: Sequence[str], location: dict[str, Any]
+    ) -> BucketManifest:
         """Describe a bucket as the carrier does."""
         return self.carrier.describe(version, bucket, checksums, location)
 
-    def manifest(self, version: int, bucket: int, slot: int, replica: int, checksums: Sequence[str]) -> BucketManifest:
+    def manifest(
+        self, version: int, bucket: int, slot: int, replica: int, checksums: Sequence[str]
+    ) -> BucketManifest:
         """Describe what is sent."""
         described = self.describe(version, bucket, checksums, self.carrier.location(replica, slot))
         if self._sends_blocks:
             entries = []
             for number, entry in enumerate(described.tensors):
                 region = self._region(slot, (replica, number))
-                entries.append(replace(entry, offset=region.offset, nbytes=region.nbytes, patches=region.patches))
+                entries.append(
+                    replace(entry, offset=region.offset, nbytes=region.nbytes, patches=region.patches)
+                )
             described = replace(described, tensors=tuple(entries))
         return self.carrier.hand_out(described, bucket, slot, replica)
 
@@ -108,7 +120,9 @@ class DeltaTransport(Transport):
         """Reach the ranks of the engines, where the carrier does."""
         self.carrier.connect(engine)
 
-    def carry(self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]) -> None:
+    def carry(
+        self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]
+    ) -> None:
         """Let the carrier do it."""
         self.carrier.carry(bucket, slot, runs, blocks)
 
@@ -155,25 +169,43 @@ class DeltaTransport(Transport):
         """Have the carrier leave out the tensors that no rank has changes of. Collective over all ranks."""
         sends = self.carrier.sends(bucket)
         try:
-            found = agree(lambda: {transfer.target for transfer in sends if self.tracker.is_changed(transfer)}, f"bucket {bucket}: changes")
+            found = agree(
+                lambda: {transfer.target for transfer in sends if self.tracker.is_changed(transfer)},
+                f"bucket {bucket}: changes",
+            )
         finally:
             self.context.reader.forget()
         changed = set[int]().union(*found)
         positions = range(self.plan.buckets[bucket].first, self.plan.buckets[bucket].last)
         self.carrier.left_out[bucket] = frozenset(positions).difference(changed)
-        self.stats.planned_bytes += sum(self.plan.transfer_bytes(transfer) for transfer in sends if transfer.target not in changed)
+        self.stats.planned_bytes += sum(
+            self.plan.transfer_bytes(transfer) for transfer in sends if transfer.target not in changed
+        )
 
     def _write_blocks(self, bucket: int, slot: int) -> None:
-        """Bring the blocks that changed to their places, one parameter behind the other. Collective over all ranks."""
+        """Bring the blocks that changed to their places, one parameter behind the other. Collective over
+        all ranks.
+        """
         layout, changes = self.layouts[bucket], list[Change]()
-        numbers = {(placed.destination, placed.position): number for number, placed in enumerate(layout.tensors)}
+        numbers = {
+            (placed.destination, placed.position): number for number, placed in enumerate(layout.tensors)
+        }
 
         def find() -> list[tuple[int, int, int, Patch, int]]:
             for transfer in self.carrier.sends(bucket):
                 grid = layout.find(transfer.destination, transfer.target).target.grid
                 changes.extend(self.tracker.changes(transfer, grid))
                 self.stats.planned_bytes += self.plan.transfer_bytes(transfer)
-            return [(one.replica, one.destination, numbers[one.destination, one.target], one.patch, one.blocks.numel()) for one in changes]
+            return [
+                (
+                    one.replica,
+                    one.destination,
+                    numbers[one.destination, one.target],
+                    one.patch,
+                    one.blocks.numel(),
+                )
+                for one in changes
+            ]
 
         try:
             found = agree(find, f"bucket {bucket}: changes")
@@ -185,7 +217,9 @@ class DeltaTransport(Transport):
         self.stats.written_bytes += sum(part.nbytes for part in blocks)
         self._share_checksums(bucket, slot, runs[self.rank], blocks)
 
-    def _lay_out(self, found: list[list[tuple[int, int, int, Patch, int]]]) -> tuple[list[list[Run]], dict[Place, _Region]]:
+    def _lay_out(
+        self, found: list[list[tuple[int, int, int, Patch, int]]]
+    ) -> tuple[list[list[Run]], dict[Place, _Region]]:
         """Give every change its place in its replica's slot, by parameter and then by rank."""
         itemsize = self.context.dtype.itemsize
         runs: list[list[Run | None]] = [[None] * len(changes) for changes in found]
@@ -200,7 +234,9 @@ class DeltaTransport(Transport):
             for rank, index in by_place[place]:
                 _, destination, number, patch, elements = found[rank][index]
                 offset, nbytes = region.offset + region.nbytes, elements * itemsize
-                runs[rank][index] = Run(place[0], destination, number, region.elements, elements, offset, nbytes)
+                runs[rank][index] = Run(
+                    place[0], destination, number, region.elements, elements, offset, nbytes
+                )
                 region.nbytes += nbytes
                 region.elements += elements
                 region.patches += (patch,)
@@ -215,7 +251,9 @@ class DeltaTransport(Transport):
             shares = []
             for run, part in zip(runs, blocks, strict=True):
                 place, end = (run.replica, run.number), run.start + run.elements
-                shares.append((place, compute_share(part.reshape(-1), ((run.start, end),), (regions[place].elements,))))
+                shares.append(
+                    (place, compute_share(part.reshape(-1), ((run.start, end),), (regions[place].elements,)))
+                )
             return shares
 
         by_place: dict[Place, list[int]] = defaultdict(list)

@@ -62,19 +62,26 @@ class DiskTransport(GatheringTransport):
 
 
 def lay_out_safetensors(tensors: Sequence[TensorEntry]) -> tuple[bytes, tuple[TensorEntry, ...]]:
-    """Return the head of a safetensors file of these tensors, without gaps, and the tensors with their offsets in it.
+    """Return the head of a safetensors file of these tensors, without gaps, and the tensors with their
+    offsets in it.
 
-    A slice of one engine rank is named RANK/NAME there, since the ranks' slices share names; changes to a tensor are bytes.
+    A slice of one engine rank is named RANK/NAME there, since the ranks' slices share names; changes to a
+    tensor are bytes.
     """
     header, position = {}, 0
     for entry in tensors:
         name = entry.name if entry.rank is None else f"{entry.rank}/{entry.name}"
         end = position + entry.nbytes
-        dtype, shape = (_SAFETENSORS_DTYPES[entry.dtype], list(entry.shape)) if entry.patches is None else ("U8", [entry.nbytes])
+        dtype, shape = (
+            (_SAFETENSORS_DTYPES[entry.dtype], list(entry.shape))
+            if entry.patches is None
+            else ("U8", [entry.nbytes])
+        )
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # the first tensor begins at a multiple of 64, the others at one of their element size
+    # the first tensor begins at a multiple of 64, the others at one of their element size
+    text += b" " * (-(8 + len(text)) % 64)
     placed, position = [], 8 + len(text)
     for entry in tensors:
         placed.append(replace(entry, offset=position))

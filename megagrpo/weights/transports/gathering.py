@@ -1,7 +1,8 @@
-"""Slices go point to point through the run's process group (gloo on CPUs, NCCL on GPUs) to the rank that hands the bucket to the engine.
+"""Slices go point to point through the run's process group (gloo on CPUs, NCCL on GPUs) to the rank that
+hands the bucket to the engine.
 
-For transports whose bucket lies in one place, in the hands of its owner: a file, or the memory of a GPU. A rank sends one message to each
-owner that it has slices for; the owner lays the slices out in its slot.
+For transports whose bucket lies in one place, in the hands of its owner: a file, or the memory of a GPU. A
+rank sends one message to each owner that it has slices for; the owner lays the slices out in its slot.
 """
 
 from collections import defaultdict
@@ -30,8 +31,8 @@ class GatheringTransport(Transport):
     def write_slices(self, bucket: int, slot: int) -> None:
         """Send slices to their owners and lay out those that come. Collective over all ranks.
 
-        In rounds, each rank sends to one owner at a time, and neighbouring ranks to different ones: no owner is crowded, and the messages
-        of a round are at most a bucket each way.
+        In rounds, each rank sends to one owner at a time, and neighbouring ranks to different ones: no owner
+        is crowded, and the messages of a round are at most a bucket each way.
         """
         self.clear_padding(bucket, slot)
         outgoing, incoming = self._by_owner(self.sends(bucket)), self._incoming(bucket)
@@ -41,33 +42,59 @@ class GatheringTransport(Transport):
             self.stats.written_bytes += self.plan.transfer_bytes(transfer)
         for owner, senders in self._rounds(incoming):
             transfers = outgoing.get(owner, []) if owner != self.rank else []
-            arriving = {sender: self._empty(sum(map(self._message_bytes, incoming[sender]))) for sender in senders}
+            arriving = {
+                sender: self._empty(sum(map(self._message_bytes, incoming[sender]))) for sender in senders
+            }
             self._exchange(owner, self._pack(transfers), arriving)
             for sender, message in arriving.items():
                 self._unpack(bucket, slot, incoming[sender], message)
             self.stats.written_bytes += sum(self.plan.transfer_bytes(transfer) for transfer in transfers)
 
-    def carry(self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]) -> None:
-        """Send blocks to their owners, in rounds too, and lay out those that come. Collective over all ranks."""
+    def carry(
+        self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]
+    ) -> None:
+        """Send blocks to their owners, in rounds too, and lay out those that come. Collective over all
+        ranks.
+        """
         owner_of = self.context.owners
-        incoming = {sender: [run for run in sent if owner_of[run.replica] == self.rank] for sender, sent in enumerate(runs)}
-        own = [(run, tensor) for run, tensor in zip(runs[self.rank], blocks, strict=True) if owner_of[run.replica] == self.rank]
+        incoming = {
+            sender: [run for run in sent if owner_of[run.replica] == self.rank]
+            for sender, sent in enumerate(runs)
+        }
+        own = [
+            (run, tensor)
+            for run, tensor in zip(runs[self.rank], blocks, strict=True)
+            if owner_of[run.replica] == self.rank
+        ]
         self.put_runs(slot, [run for run, _ in own], [tensor for _, tensor in own])
-        for owner, senders in self._rounds({sender: coming for sender, coming in incoming.items() if coming and sender != self.rank}):
+        for owner, senders in self._rounds(
+            {sender: coming for sender, coming in incoming.items() if coming and sender != self.rank}
+        ):
             is_mine = owner == self.rank
-            parts = [part for run, part in zip(runs[self.rank], blocks, strict=True) if owner_of[run.replica] == owner and not is_mine]
+            parts = [
+                part
+                for run, part in zip(runs[self.rank], blocks, strict=True)
+                if owner_of[run.replica] == owner and not is_mine
+            ]
             message = torch.cat([self._empty(0), *(part.reshape(-1).view(torch.uint8) for part in parts)])
-            arriving = {sender: self._empty(sum(run.nbytes for run in incoming[sender])) for sender in senders}
+            arriving = {
+                sender: self._empty(sum(run.nbytes for run in incoming[sender])) for sender in senders
+            }
             self._exchange(owner, message, arriving)
             for sender, found in arriving.items():
                 self.put_runs(slot, incoming[sender], found.split([run.nbytes for run in incoming[sender]]))
 
     def _rounds(self, senders: Collection[int]) -> Iterator[tuple[int, list[int]]]:
-        """Yield, for each round, the owner that this rank sends to and those of `senders` that send to this rank."""
+        """Yield, for each round, the owner that this rank sends to and those of `senders` that send to
+        this rank.
+        """
         owners = sorted({self.context.owners[replica] for replica in self.chosen})
         for number in range(len(owners)):
             owner = owners[(self.rank + number) % len(owners)]
-            yield owner, [sender for sender in senders if owners[(sender + number) % len(owners)] == self.rank]
+            yield (
+                owner,
+                [sender for sender in senders if owners[(sender + number) % len(owners)] == self.rank],
+            )
 
     def _exchange(self, owner: int, message: torch.Tensor, arriving: dict[int, torch.Tensor]) -> None:
         """Send a message to `owner`, if it is not empty, while those of other ranks arrive."""
@@ -88,7 +115,9 @@ class GatheringTransport(Transport):
     def _by_owner(self, transfers: list[Transfer]) -> dict[int, list[Transfer]]:
         """Group transfers by the rank that they go to, in an order that both ends know."""
         found: dict[int, list[Transfer]] = defaultdict(list)
-        for transfer in sorted(transfers, key=lambda one: (one.replica, one.destination, one.target, one.source, one.box)):
+        for transfer in sorted(
+            transfers, key=lambda one: (one.replica, one.destination, one.target, one.source, one.box)
+        ):
             found[self.context.owners[transfer.replica]].append(transfer)
         return found
 
@@ -103,7 +132,11 @@ class GatheringTransport(Transport):
         senders: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in expected:
             senders[transfer.sender].append(transfer)
-        return {sender: self._by_owner(transfers)[self.rank] for sender, transfers in senders.items() if sender != self.rank}
+        return {
+            sender: self._by_owner(transfers)[self.rank]
+            for sender, transfers in senders.items()
+            if sender != self.rank
+        }
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         device = next(iter(self.context.reader.model.chunks[0].parameters())).device
@@ -113,7 +146,9 @@ class GatheringTransport(Transport):
         """Return the bytes that a transfer takes in a message: the next one begins where any dtype may."""
         return -(-self.plan.transfer_bytes(transfer) // _MESSAGE_ALIGNMENT) * _MESSAGE_ALIGNMENT
 
-    def _cut(self, transfers: list[Transfer], message: torch.Tensor) -> Iterator[tuple[Transfer, torch.Tensor]]:
+    def _cut(
+        self, transfers: list[Transfer], message: torch.Tensor
+    ) -> Iterator[tuple[Transfer, torch.Tensor]]:
         """Yield every transfer with its elements [numel] in a message."""
         position = 0
         for transfer in transfers:

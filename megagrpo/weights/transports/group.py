@@ -1,13 +1,17 @@
-"""Slices go from the trainer ranks that hold them straight to the engine ranks that keep them, through a process group of both.
+"""Slices go from the trainer ranks that hold them straight to the engine ranks that keep them, through a
+process group of both.
 
-For engines on any machine: no memory or folder is shared. Each replica has a group of its own (gloo on CPUs, NCCL on GPUs;
-host/transfer_group.py), of the trainer ranks that have slices for it and its engine's ranks. The replica's owner holds the group's store
-and has the engine join. A group stays from publish to publish; one in which anything failed is left by all, and made anew for the next one,
-as is that of an engine that was started anew.
+For engines on any machine: no memory or folder is shared. Each replica has a group of its own (gloo on CPUs,
+    NCCL on GPUs;
+host/transfer_group.py), of the trainer ranks that have slices for it and its engine's ranks. The replica's
+owner holds the group's store and has the engine join. A group stays from publish to publish; one in which
+anything failed is left by all, and made anew for the next one, as is that of an engine that was started anew.
 
-No rank ever has a whole parameter: each computes the shares of its slices in the parameters' checksums (partial_checksums.py) when it
-writes a bucket, and reads them once more when it sends them, one message at a time. So it holds a message and a piece, however many engine
-ranks there are; an engine rank holds the messages of a bucket and the parameters that they make.
+No rank ever has a whole parameter: each computes the shares of its slices in the parameters' checksums
+    (partial_checksums.py) when it
+writes a bucket, and reads them once more when it sends them, one message at a time. So it holds a message and
+a piece, however many engine ranks there are; an engine rank holds the messages of a bucket and the parameters
+that they make.
 """
 
 import os
@@ -24,7 +28,13 @@ import torch
 from torch import distributed as dist
 
 from megagrpo.rollout.engines.host.manifest import BucketManifest
-from megagrpo.rollout.engines.host.transfer_group import NAME_PREFIX, GroupAddress, TransferGroup, hold_store, own_address_towards
+from megagrpo.rollout.engines.host.transfer_group import (
+    NAME_PREFIX,
+    GroupAddress,
+    TransferGroup,
+    hold_store,
+    own_address_towards,
+)
 from megagrpo.weights.boxes import Box
 from megagrpo.weights.bucket_engine import BucketEngine
 from megagrpo.weights.bucket_layout import BucketLayout
@@ -42,19 +52,25 @@ class GroupTransport(Transport):
 
     def __init__(self, context: TransportContext):
         super().__init__(context)
-        self._groups: dict[int, TransferGroup] = {}  # replica -> this rank's membership, where it has slices for it
-        self._stores: dict[int, tuple[str, dist.TCPStore]] = {}  # replica that this rank owns -> name and store of its group
+        # replica -> this rank's membership, where it has slices for it
+        self._groups: dict[int, TransferGroup] = {}
+        # replica that this rank owns -> name and store of its group
+        self._stores: dict[int, tuple[str, dist.TCPStore]] = {}
         self._senders: dict[int, list[int]] = {}  # replica -> trainer ranks in its group, by their rank there
         self._num_groups = 0
         self._is_whole = False  # the last publish was committed: the groups are
-        self._shares: dict[tuple[int, int], list[int]] = {}  # (replica, position in the layout) -> shares of all ranks, of one bucket
+        # (replica, position in the layout) -> shares of all ranks, of one bucket
+        self._shares: dict[tuple[int, int], list[int]] = {}
         self._largest_piece = 0
         # Changes that a slot's bucket holds, of all ranks and this one's blocks; None: it holds slices.
         self._carried: list[tuple[Sequence[Sequence[Run]], Sequence[torch.Tensor]] | None] = [None] * SLOTS
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
         self._sending: Future[None] | None = None
-        # One for each bucket on its way: what it made of a bucket when that was written is needed again when it is sent.
-        self._readers = [type(context.reader)(context.reader.model, context.plan, context.rank) for _ in range(SLOTS)]
+        # One for each bucket on its way: what it made of a bucket when that was written is needed again when
+        # it is sent.
+        self._readers = [
+            type(context.reader)(context.reader.model, context.plan, context.rank) for _ in range(SLOTS)
+        ]
 
     def make_slot(self, replica: int, slot: int) -> torch.Tensor:
         """Return no memory."""
@@ -75,11 +91,17 @@ class GroupTransport(Transport):
             self._senders[replica] = [rank for rank, (replicas, _) in enumerate(found) if replica in replicas]
             num_senders = len(self._senders[replica])
             backend = "nccl" if self._device.type == "cuda" else "gloo"
-            addresses[replica] = GroupAddress(name, backend, host, port, num_senders, num_senders + self.plan.grid.tp)
+            addresses[replica] = GroupAddress(
+                name, backend, host, port, num_senders, num_senders + self.plan.grid.tp
+            )
             if replica in self._groups:
                 self._groups.pop(replica).leave()
         with ThreadPoolExecutor(1, thread_name_prefix="join") as joining:
-            pending = [joining.submit(engine.join_group, addresses[replica]) for replica in self.own_replicas if replica in addresses]
+            pending = [
+                joining.submit(engine.join_group, addresses[replica])
+                for replica in self.own_replicas
+                if replica in addresses
+            ]
             for replica in sorted(addresses):  # in one order on all ranks: none waits in another's group
                 if self.rank in self._senders[replica]:
                     store = self._stores[replica][1] if replica in self.own_replicas else None
@@ -89,7 +111,9 @@ class GroupTransport(Transport):
                 future.result()
 
     def _open_stores(self, engine: BucketEngine) -> dict[int, tuple[str, str, int]]:
-        """Open the stores of groups that must be made, of the replicas that this rank owns: (group's name, address, port) of each."""
+        """Open the stores of groups that must be made, of the replicas that this rank owns: (group's name,
+        address, port) of each.
+        """
         opened = {}
         for replica in self.own_replicas:
             if replica in self._stores and engine.transfer_group == self._stores[replica][0]:
@@ -112,7 +136,9 @@ class GroupTransport(Transport):
         self.write_slices(bucket, slot)
 
     def write_slices(self, bucket: int, slot: int) -> None:
-        """Compute what this rank's slices contribute to the checksums, and tell all ranks. Collective over all ranks."""
+        """Compute what this rank's slices contribute to the checksums, and tell all ranks. Collective over
+        all ranks.
+        """
         layout = self.layouts[bucket]
         numbers = _numbers(layout)
 
@@ -123,7 +149,9 @@ class GroupTransport(Transport):
                 for place, tensor in self._readers[slot].read(transfer):
                     piece = tensor.to(self.context.dtype_of(layout.tensors[number].target))
                     self._largest_piece = max(self._largest_piece, piece.nbytes)
-                    shares[transfer.replica, number] ^= compute_share(piece, place, layout.tensors[number].target.grid)
+                    shares[transfer.replica, number] ^= compute_share(
+                        piece, place, layout.tensors[number].target.grid
+                    )
                 self.stats.planned_bytes += self.plan.transfer_bytes(transfer)
             return dict(shares)
 
@@ -132,7 +160,9 @@ class GroupTransport(Transport):
             for key, share in part.items():
                 self._shares[key].append(share)
 
-    def carry(self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]) -> None:
+    def carry(
+        self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]
+    ) -> None:
         """Keep the blocks until they are sent. Not collective."""
         self._carried[slot] = runs, blocks
 
@@ -155,13 +185,18 @@ class GroupTransport(Transport):
             sending.result()
 
     def hand_out(self, described: BucketManifest, bucket: int, slot: int, replica: int) -> BucketManifest:
-        """Describe the messages that a bucket comes in; offsets count from the first byte of each engine rank's part."""
+        """Describe the messages that a bucket comes in; offsets count from the first byte of each engine
+        rank's part.
+        """
         location = described.location | {"messages": self._describe_messages(bucket, slot, replica)}
         begins: dict[int | None, int] = {}
         for entry in described.tensors:
             if entry.nbytes:
                 begins[entry.rank] = min(begins.get(entry.rank, entry.offset), entry.offset)
-        moved = (replace(entry, offset=entry.offset - begins[entry.rank]) if entry.nbytes else entry for entry in described.tensors)
+        moved = (
+            replace(entry, offset=entry.offset - begins[entry.rank]) if entry.nbytes else entry
+            for entry in described.tensors
+        )
         return replace(described, location=location, tensors=tuple(moved))
 
     def location(self, replica: int, slot: int) -> dict[str, Any]:
@@ -177,7 +212,8 @@ class GroupTransport(Transport):
         if self._is_whole:
             self._is_whole = False
             return
-        self._sender.submit(lambda: None).result()  # what was being sent has ended, at the latest with its time-out
+        # what was being sent has ended, at the latest with its time-out
+        self._sender.submit(lambda: None).result()
         self._sending = None
         for reader in self._readers:
             reader.forget()
@@ -193,7 +229,9 @@ class GroupTransport(Transport):
         return next(iter(self.context.reader.model.chunks[0].parameters())).device
 
     def _send(self, bucket: int, slot: int) -> None:
-        """Send a message to every engine rank that this rank has slices for; neighbouring ranks begin with different ones."""
+        """Send a message to every engine rank that this rank has slices for; neighbouring ranks begin with
+        different ones.
+        """
         messages = self._group_blocks(slot) if self._carried[slot] else self._group_transfers(bucket, slot)
         receivers = sorted(messages)
         first = self.rank % max(len(receivers), 1)
@@ -202,7 +240,8 @@ class GroupTransport(Transport):
                 message = messages[replica, destination]()
                 self.note_peak(message.nbytes + self._largest_piece)
                 self._groups[replica].send(message, destination)
-                self.stats.written_bytes += message.nbytes if self._carried[slot] is None else 0  # changes are counted where they are found
+                # changes are counted where they are found
+                self.stats.written_bytes += message.nbytes if self._carried[slot] is None else 0
                 self.stats.sent_bytes += message.nbytes
         finally:
             self._readers[slot].forget()
@@ -212,7 +251,10 @@ class GroupTransport(Transport):
         found: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
         for transfer in self.sends(bucket):
             found[transfer.replica, transfer.destination].append(transfer)
-        return {receiver: partial(self._pack, transfers, self._readers[slot]) for receiver, transfers in found.items()}
+        return {
+            receiver: partial(self._pack, transfers, self._readers[slot])
+            for receiver, transfers in found.items()
+        }
 
     def _group_blocks(self, slot: int) -> dict[tuple[int, int], Callable[[], torch.Tensor]]:
         """Return what makes the message to each (replica, engine rank) that this rank has changes for."""
@@ -223,8 +265,12 @@ class GroupTransport(Transport):
         return {receiver: partial(torch.cat, parts) for receiver, parts in found.items()}
 
     def _pack(self, transfers: list[Transfer], reader: SliceReader) -> torch.Tensor:
-        """Return the bytes of a message: the pieces without gaps, those of larger elements first, so that all lie where their dtype may."""
-        message = torch.empty(sum(map(self.plan.transfer_bytes, transfers)), dtype=torch.uint8, device=self._device)
+        """Return the bytes of a message: the pieces without gaps, those of larger elements first, so that
+        all lie where their dtype may.
+        """
+        message = torch.empty(
+            sum(map(self.plan.transfer_bytes, transfers)), dtype=torch.uint8, device=self._device
+        )
         position = 0
         for transfer in sorted(transfers, key=self._before):
             dtype = self._dtype_of(transfer)
@@ -241,7 +287,9 @@ class GroupTransport(Transport):
         return -self._dtype_of(transfer).itemsize
 
     def _describe_messages(self, bucket: int, slot: int, replica: int) -> list[list[dict[str, Any]]]:
-        """Return, for each engine rank that receives, the messages that come: from which rank, and the pieces in their order."""
+        """Return, for each engine rank that receives, the messages that come: from which rank, and the
+        pieces in their order.
+        """
         layout, senders = self.layouts[bucket], self._senders[replica]
         numbers = _numbers(layout)
         described = []
@@ -252,11 +300,19 @@ class GroupTransport(Transport):
                 for run in runs:
                     if (run.replica, run.destination) == (replica, destination):
                         pieces[rank].append((run.number, ((run.start, run.start + run.elements),)))
-            for transfer in sorted(self.receives(bucket, replica, destination) if carried is None else (), key=self._before):
+            for transfer in sorted(
+                self.receives(bucket, replica, destination) if carried is None else (), key=self._before
+            ):
                 number = numbers[destination, transfer.target]
-                place = transfer.place[-len(layout.tensors[number].target.shape) :]  # without the expert's own dimension, if there is one
+                # without the expert's own dimension, if there is one
+                place = transfer.place[-len(layout.tensors[number].target.shape) :]
                 pieces[transfer.sender].append((number, place))
-            described.append([{"sender": senders.index(rank), "trainer_rank": rank, "pieces": part} for rank, part in pieces.items()])
+            described.append(
+                [
+                    {"sender": senders.index(rank), "trainer_rank": rank, "pieces": part}
+                    for rank, part in pieces.items()
+                ]
+            )
         return described
 
 
@@ -266,6 +322,8 @@ def _numbers(layout: BucketLayout) -> dict[tuple[int, int], int]:
 
 
 def _shared_address(engine_host: str) -> str:
-    """Return this machine's address that the engine's ranks and all trainer ranks reach; a loopback one where all are here."""
+    """Return this machine's address that the engine's ranks and all trainer ranks reach; a loopback one
+    where all are here.
+    """
     found = [own_address_towards(host) for host in (engine_host, os.environ.get("MASTER_ADDR", "127.0.0.1"))]
     return next((address for address in found if not ip_address(address).is_loopback), found[0])

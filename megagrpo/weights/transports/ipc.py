@@ -1,4 +1,6 @@
-"""Buckets in the owner's GPU memory, opened by engine processes on the same GPUs through CUDA IPC: nothing leaves the device."""
+"""Buckets in the owner's GPU memory, opened by engine processes on the same GPUs through CUDA IPC: nothing
+leaves the device.
+"""
 
 import base64
 import inspect
@@ -22,7 +24,9 @@ class IpcTransport(GatheringTransport):
         return torch.zeros(self.slot_bytes, dtype=torch.uint8, device=device)
 
     def location(self, replica: int, slot: int) -> dict[str, Any]:
-        """Return the handle. The copies that fill the slot are done first: the engine's stream does not know of them."""
+        """Return the handle. The copies that fill the slot are done first: the engine's stream does not
+        know of them.
+        """
         torch.cuda.synchronize()
         memory = self.memory[replica, slot]
         uuid = str(torch.cuda.get_device_properties(memory.device).uuid)
@@ -34,5 +38,7 @@ def describe_handle(arguments: tuple[Any, ...], device_uuid: str) -> dict[str, A
     fields = inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments
     (nbytes,) = fields["tensor_size"]
     location = {name: fields[name] for name in IPC_FIELDS}
-    location |= {name: base64.b64encode(location[name]).decode() for name in IPC_FIELDS if name.endswith("_handle")}
+    location |= {
+        name: base64.b64encode(location[name]).decode() for name in IPC_FIELDS if name.endswith("_handle")
+    }
     return {"nbytes": nbytes, "tensor_offset": fields["tensor_offset"], "device": device_uuid, **location}

@@ -1,6 +1,8 @@
-"""Publishing to the engine that is embedded in each rank: every rank's engine holds the whole model, so full tensors are streamed into it.
+"""Publishing to the engine that is embedded in each rank: every rank's engine holds the whole model, so full
+tensors are streamed into it.
 
-The stream copies into the live model, tensor by tensor; no bucket memory, no checksums: nothing leaves the process.
+The stream copies into the live model, tensor by tensor; no bucket memory, no checksums: nothing leaves the
+process.
 """
 
 from collections.abc import Collection

@@ -18,7 +18,8 @@ class MappedFile:
     """A file whose bytes are a tensor; what one process writes the others see. The creator removes it."""
 
     def __init__(self, path: Path, nbytes: int, create: bool):
-        """Make the file (room for all of it is taken now: later there would be a SIGBUS), or map one that is there.
+        """Make the file (room for all of it is taken now: later there would be a SIGBUS), or map one that is
+        there.
 
         Raises:
             OSError: no room, or no such file.
@@ -33,7 +34,9 @@ class MappedFile:
         except OSError as error:
             if create:
                 path.unlink()
-            raise OSError(error.errno, f"{os.strerror(error.errno or 0)} ({nbytes} bytes)", str(path)) from None
+            raise OSError(
+                error.errno, f"{os.strerror(error.errno or 0)} ({nbytes} bytes)", str(path)
+            ) from None
         finally:
             os.close(handle)
         self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)

@@ -1,4 +1,6 @@
-"""Buckets in shared memory, for trainer ranks and engines of one machine: each rank copies its slices straight to their places."""
+"""Buckets in shared memory, for trainer ranks and engines of one machine: each rank copies its slices
+straight to their places.
+"""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -11,7 +13,9 @@ from megagrpo.weights.transports.mapped_file import MappedFile, slot_path
 
 
 class SharedMemoryTransport(Transport):
-    """A slot is a file in /dev/shm that all ranks and the engine's ranks map; nothing is gathered, packed or sent."""
+    """A slot is a file in /dev/shm that all ranks and the engine's ranks map; nothing is gathered, packed
+    or sent.
+    """
 
     name: ClassVar[str] = "shared_memory"
 
@@ -37,7 +41,9 @@ class SharedMemoryTransport(Transport):
             self.stats.planned_bytes += self.plan.transfer_bytes(transfer)
             self.stats.written_bytes += self.plan.transfer_bytes(transfer)
 
-    def carry(self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]) -> None:
+    def carry(
+        self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]
+    ) -> None:
         """Copy this rank's blocks. Not collective."""
         self.put_runs(slot, runs[self.rank], blocks)
 

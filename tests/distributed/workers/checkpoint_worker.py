@@ -1,4 +1,6 @@
-"""Worker: checkpoints of one tiny model in many layouts, as two ranks. Arguments: HF folder (dense), folder for checkpoints."""
+"""Worker: checkpoints of one tiny model in many layouts, as two ranks. Arguments: HF folder (dense),
+folder for checkpoints.
+"""
 
 import errno
 import sys
@@ -50,12 +52,17 @@ def states_of(actor):
     for chained in actor.optimizer.chained_optimizers:
         for group in chained.optimizer.param_groups:
             for parameter in group["params"]:
-                found += [parameter.detach(), *(chained.optimizer.state[parameter][name] for name in ("exp_avg", "exp_avg_sq"))]
+                found += [
+                    parameter.detach(),
+                    *(chained.optimizer.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")),
+                ]
     return found
 
 
 def fill(actor, seed):
-    """Give weights and moments new values, equal on ranks that hold the same parameters where they are the same tensor."""
+    """Give weights and moments new values, equal on ranks that hold the same parameters where they are the
+    same tensor.
+    """
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
     for tensor in states_of(actor):
         tensor.copy_(torch.rand(tensor.shape, generator=generator))
@@ -136,11 +143,17 @@ def check_values(layout, recipe):
     assert not wrong, f"{layout} {recipe}: tensors {wrong} differ"
     files = {record.name: record for record in read_manifest(saved.path).files}
     mine = sum(record.size for name, record in files.items() if name.startswith(f"__{groups.rank}_"))
-    assert mine == 0 or manager.collector.staging.num_bytes <= mine, (layout, recipe, manager.collector.staging.num_bytes, mine)
+    assert mine == 0 or manager.collector.staging.num_bytes <= mine, (
+        layout,
+        recipe,
+        manager.collector.staging.num_bytes,
+        mine,
+    )
     assert {"carried/own.0", "carried/own.1", ".metadata", "metadata.json"} <= files.keys()
     total = sum(record.size for name, record in files.items() if name.startswith("__"))
     fair = total / 2
-    assert mine <= 1.35 * fair, f"{layout} {recipe}: rank {groups.rank} wrote {mine} of {total} bytes"  # the embedding is a third of all
+    # the embedding is a third of all
+    assert mine <= 1.35 * fair, f"{layout} {recipe}: rank {groups.rank} wrote {mine} of {total} bytes"
     halve(actor)
     before = copies(actor)
     with mock.patch.object(plan_module, "_find", refuse_to_plan):
@@ -148,7 +161,10 @@ def check_values(layout, recipe):
         saved = manager.finish()
     wrong = restore_is_exact(actor, saved.path, before)
     assert not wrong, f"{layout} {recipe}: tensors {wrong} of the second save differ"
-    assert [path.name for path in list_complete(ROOT / f"{layout}_{recipe}")] == ["step_000001", "step_000002"]
+    assert [path.name for path in list_complete(ROOT / f"{layout}_{recipe}")] == [
+        "step_000001",
+        "step_000002",
+    ]
     destroy_groups()
 
 
@@ -164,7 +180,9 @@ def refused(action, *parts):
 
 
 def check_failures():
-    """Whatever fails, on whatever rank: all ranks hear of it, nothing is left over, and the checkpoint before stays."""
+    """Whatever fails, on whatever rank: all ranks hear of it, nothing is left over, and the checkpoint
+    before stays.
+    """
     groups, actor = build("dp2", "fp32")
     folder = ROOT / "failures"
     manager = new_manager(actor, "failures")

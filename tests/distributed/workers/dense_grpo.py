@@ -1,7 +1,9 @@
-"""A plain float64 GRPO on a transformers model: the expected values of the invariance tests. Nothing of megagrpo's numerics is used.
+"""A plain float64 GRPO on a transformers model: the expected values of the invariance tests. Nothing of
+megagrpo's numerics is used.
 
-Follows DeepSeekMath (arXiv 2402.03300), Eq. 3 and 4: clipped ratio against the old policy, k3 towards the reference, mean over the
-tokens of a completion, then mean over the completions of the mini-batch; AdamW with global-norm clipping.
+Follows DeepSeekMath (arXiv 2402.03300), Eq. 3 and 4: clipped ratio against the old policy, k3 towards the
+reference, mean over the tokens of a completion, then mean over the completions of the mini-batch; AdamW with
+global-norm clipping.
 """
 
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 STEPS, GROUPS, COMPLETIONS = 3, 4, 4
 MINI_BATCHES, EPOCHS = 2, 2
 CLIP_LOW, CLIP_HIGH, KL_COEF, TEMPERATURE = 0.2, 0.28, 0.05, 0.8
-# eps: with 1e-8 AdamW turns the float32 rounding of a gradient of 1e-8 into a full step, in any implementation.
+# eps: with 1e-8 AdamW turns the float32 rounding of a gradient of 1e-8 into a full step, in any
+# implementation.
 LR, BETA1, BETA2, EPS, CLIP_GRAD = 1e-3, 0.9, 0.95, 1e-5, 1.0
 
 
@@ -36,13 +39,25 @@ def make_rollouts(step: int, vocab_size: int) -> list[Row]:
     for group in range(GROUPS):
         prompt = tuple(int(token) for token in random.integers(0, vocab_size, 1 + 5 * group))
         for place in range(COMPLETIONS):
-            tokens = random.integers(0, vocab_size, 1 if (group, place) == (1, 2) else int(random.integers(2, 14)))
-            rows.append(Row(group, place, prompt, tokens, 1.0 if group == 3 else float(random.integers(0, 2)) + 0.25 * place))
+            tokens = random.integers(
+                0, vocab_size, 1 if (group, place) == (1, 2) else int(random.integers(2, 14))
+            )
+            rows.append(
+                Row(
+                    group,
+                    place,
+                    prompt,
+                    tokens,
+                    1.0 if group == 3 else float(random.integers(0, 2)) + 0.25 * place,
+                )
+            )
     return rows
 
 
 def load(folder: Path) -> torch.nn.Module:
-    """The model in float64; its experts, where it has some, one by one: the grouped product has no float64."""
+    """The model in float64; its experts, where it has some, one by one: the grouped product has no
+    float64.
+    """
     config = AutoConfig.from_pretrained(folder)
     options = {"experts_implementation": "eager"} if getattr(config, "num_experts", 0) else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options)
@@ -53,16 +68,23 @@ def completion_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
     return forward(model, row)[0]
 
 
-def forward(model: torch.nn.Module, row: Row, **options: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-    """Return completion_logprobs and, with `output_router_logits=True`, the router logits [tokens, E] of each layer."""
+def forward(
+    model: torch.nn.Module, row: Row, **options: bool
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+    """Return completion_logprobs and, with `output_router_logits=True`, the router logits [tokens, E] of
+    each layer.
+    """
     ids = torch.tensor([[*row.prompt, *row.tokens.tolist()]])
     output = model(ids, **options)
     logits = output.logits[0, len(row.prompt) - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None])[:, 0], getattr(output, "router_logits", None)
+    return logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None])[:, 0], getattr(
+        output, "router_logits", None
+    )
 
 
 def balance_loss(router_logits: tuple[torch.Tensor, ...], top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """DeepSeek-V3 (arXiv 2412.19437), Eq. 17 to 20, of one sequence, summed over layers; and its tokens per expert, [layers, E].
+    """DeepSeek-V3 (arXiv 2412.19437), Eq. 17 to 20, of one sequence, summed over layers; and its tokens per
+    expert, [layers, E].
 
     The last token predicts nothing and is no input of the trained model.
     """
@@ -77,7 +99,9 @@ def balance_loss(router_logits: tuple[torch.Tensor, ...], top_k: int) -> tuple[t
 
 
 def train_dense(folder: Path, balance_coefficient: float = 0.0) -> dict:
-    """Run all steps; return per update (loss, grad_norm), per step the expert loads [layers, E], and the final state dict, float64."""
+    """Run all steps; return per update (loss, grad_norm), per step the expert loads [layers, E], and the
+    final state dict, float64.
+    """
     model, reference = load(folder), load(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0)
     updates, loads = [], []
@@ -94,13 +118,21 @@ def train_dense(folder: Path, balance_coefficient: float = 0.0) -> dict:
                 loss = balance = torch.zeros((), dtype=torch.float64)
                 for i in members:
                     rewards = np.array([row.reward for row in rows if row.group == rows[i].group])
-                    advantage = 0.0 if rewards.std() == 0 else (rows[i].reward - rewards.mean()) / rewards.std()
-                    actor, router_logits = forward(model, rows[i], **({"output_router_logits": True} if experts else {}))
+                    advantage = (
+                        0.0 if rewards.std() == 0 else (rows[i].reward - rewards.mean()) / rewards.std()
+                    )
+                    actor, router_logits = forward(
+                        model, rows[i], **({"output_router_logits": True} if experts else {})
+                    )
                     if experts:
-                        sequence_balance, counts = balance_loss(router_logits, model.config.num_experts_per_tok)
+                        sequence_balance, counts = balance_loss(
+                            router_logits, model.config.num_experts_per_tok
+                        )
                         balance, loads[-1] = balance + sequence_balance / len(members), loads[-1] + counts
                     ratio = torch.exp(actor - old[i])
-                    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
+                    surrogate = torch.minimum(
+                        ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage
+                    )
                     u = ref[i] - actor
                     loss = loss - (surrogate - KL_COEF * (torch.exp(u) - u - 1)).mean() / len(members)
                 optimizer.zero_grad()
@@ -108,11 +140,18 @@ def train_dense(folder: Path, balance_coefficient: float = 0.0) -> dict:
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
                 optimizer.step()
                 updates.append((loss.item(), grad_norm.item()))
-    return {"updates": updates, "loads": loads, "balance_coefficient": balance_coefficient, "weights": hub_names(model.state_dict())}
+    return {
+        "updates": updates,
+        "loads": loads,
+        "balance_coefficient": balance_coefficient,
+        "weights": hub_names(model.state_dict()),
+    }
 
 
 def hub_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors under the names of checkpoints, where the experts that transformers fuses stand one by one."""
+    """Return copies of the tensors under the names of checkpoints, where the experts that transformers
+    fuses stand one by one.
+    """
     tensors = {}
     for name, tensor in state.items():
         if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
@@ -120,6 +159,10 @@ def hub_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             continue
         prefix, kind = name.rsplit(".", 1)
         for expert, weight in enumerate(tensor):
-            parts = {"down_proj": weight} if kind == "down_proj" else dict(zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True))
+            parts = (
+                {"down_proj": weight}
+                if kind == "down_proj"
+                else dict(zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True))
+            )
             tensors |= {f"{prefix}.{expert}.{part}.weight": value.clone() for part, value in parts.items()}
     return tensors

@@ -1,7 +1,9 @@
-"""One step (two epochs) of every loss and aggregation in plain float64 on a transformers model: expected values of the update matrix.
+"""One step (two epochs) of every loss and aggregation in plain float64 on a transformers model: expected
+values of the update matrix.
 
-Nothing of megagrpo's numerics is used. Sequence losses are written as their papers have them (GSPO, arXiv 2507.18071: clipped sequence
-ratio; GMPO, arXiv 2507.20673: geometric mean of clipped ratios), with autograd through the sequence statistic.
+Nothing of megagrpo's numerics is used. Sequence losses are written as their papers have them (GSPO, arXiv
+2507.18071: clipped sequence ratio; GMPO, arXiv 2507.20673: geometric mean of clipped ratios), with autograd
+    through the sequence statistic.
 """
 
 from collections.abc import Iterable
@@ -16,10 +18,11 @@ GROUPS, COMPLETIONS, LIMIT, TEMPERATURE = 4, 4, 12, 0.9
 CLIP = {"ppo_clip": (0.1, 0.15), "gspo": (0.02, 0.03), "gmpo": (0.05, 0.08)}
 AGGREGATIONS = ("sequence_mean", "group_token_mean", "token_mean", "constant", "sequence_sum")
 ALL = tuple((loss, aggregation) for loss in CLIP for aggregation in AGGREGATIONS)
-SOME = (("ppo_clip", "token_mean"), ("gspo", "sequence_mean"), ("gmpo", "group_token_mean"))  # every loss, another aggregation for each
+# every loss, another aggregation for each
+SOME = (("ppo_clip", "token_mean"), ("gspo", "sequence_mean"), ("gmpo", "group_token_mean"))
 CONSTANT, KL_COEF, ENTROPY_COEF = 9, 0.05, 0.01
-# Far from every gap below, so that float32 rounding decides nothing. Importance weights of a sequence are alike on its tokens: then the
-# token form of the sequence losses has the papers' gradient.
+# Far from every gap below, so that float32 rounding decides nothing. Importance weights of a sequence are
+# alike on its tokens: then the token form of the sequence losses has the papers' gradient.
 BAND, REJECT, CAP = (0.25, 4.0), (0.4, 2.5), 1.3
 GAPS = (0.0, 0.2, -0.2, 0.5, -0.5, 2.0)
 # eps far above every gradient makes AdamW's step lr / eps * gradient: linear, so it amplifies no rounding.
@@ -44,7 +47,9 @@ class Row:
 
 
 def make_rows(vocab_size: int) -> list[Row]:
-    """Lengths from 1 to the limit; an aborted completion, a rejected one, one whose tokens are all out of the band, a ragged group."""
+    """Lengths from 1 to the limit; an aborted completion, a rejected one, one whose tokens are all out of
+    the band, a ragged group.
+    """
     random = np.random.default_rng(5)
     rows = []
     for group in range(GROUPS):
@@ -60,7 +65,9 @@ def make_rows(vocab_size: int) -> list[Row]:
                 gaps = np.full(length, 2.0)  # rejected
             finish = "abort" if (group, place) == (2, 1) else "length" if length == LIMIT else "stop"
             reward = float(random.integers(0, 3)) + 0.25 * place
-            rows.append(Row(group, place, prompt, random.integers(0, vocab_size, length), gaps, reward, finish))
+            rows.append(
+                Row(group, place, prompt, random.integers(0, vocab_size, length), gaps, reward, finish)
+            )
     return rows
 
 
@@ -82,7 +89,9 @@ def policy_loss(loss: str, log_ratio: torch.Tensor, advantage: float) -> torch.T
 
 
 def learning_rate(aggregation: str) -> float:
-    """Steps that bring ratios beyond the clip bounds, not far beyond; `sequence_sum` has gradients that are a length larger."""
+    """Steps that bring ratios beyond the clip bounds, not far beyond; `sequence_sum` has gradients that
+    are a length larger.
+    """
     return 0.6 if aggregation == "sequence_sum" else 5.0
 
 
@@ -104,7 +113,9 @@ def token_weight(mode: str, lengths: dict[tuple[int, int], int], key: tuple[int,
 def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
     """Two updates on the same rows; per update metrics, grad-norm and the gradient of every weight."""
     model = load(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(aggregation), betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate(aggregation), betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0
+    )
     valid = [row for row in rows if row.finish != "abort"]
     with torch.no_grad():
         old = {row.key: score(model, row)[0] for row in valid}
@@ -117,19 +128,27 @@ def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
     importance = {key: min(float(log_ratio[key][in_band[key]].sum().exp()), CAP) for key in keep}
     updates = []
     for _ in range(2):
-        total, terms = torch.zeros((), dtype=torch.float64), {"policy_loss": 0.0, "kl_loss": 0.0, "entropy_loss": 0.0}
+        total, terms = (
+            torch.zeros((), dtype=torch.float64),
+            {"policy_loss": 0.0, "kl_loss": 0.0, "entropy_loss": 0.0},
+        )
         ratios, gaps, entropies, kls = [], [], [], []
         for row in valid:
             if not lengths[row.key]:
                 continue
-            rewards = np.array([other.reward for other in valid if other.group == row.group and other.key in accepted])
+            rewards = np.array(
+                [other.reward for other in valid if other.group == row.group and other.key in accepted]
+            )
             advantage = 0.0 if rewards.std() == 0 else float((row.reward - rewards.mean()) / rewards.std())
             logprobs, entropy = (values[keep[row.key]] for values in score(model, row))
             start = old[row.key][keep[row.key]]
             weight = token_weight(aggregation, lengths, row.key)
-            kl = torch.exp(start - logprobs) - (start - logprobs) - 1  # the reference is the model before the update
+            # the reference is the model before the update
+            kl = torch.exp(start - logprobs) - (start - logprobs) - 1
             parts = {
-                "policy_loss": weight * importance[row.key] * policy_loss(loss, logprobs - start, advantage).sum(),
+                "policy_loss": weight
+                * importance[row.key]
+                * policy_loss(loss, logprobs - start, advantage).sum(),
                 "kl_loss": weight * KL_COEF * kl.sum(),
                 "entropy_loss": -weight * ENTROPY_COEF * entropy.sum(),
             }
@@ -145,8 +164,18 @@ def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
         gradients = hub_names({name: parameter.grad for name, parameter in model.named_parameters()})
         optimizer.step()
         ratio, gap = torch.cat(ratios), torch.cat(gaps)
-        metrics = {"loss": total.item(), **terms, "ratio": ratio.mean(), "ratio_max": ratio.max(), "ratio_min": ratio.min()}
-        metrics |= {"actor_rollout_gap": gap.mean(), "actor_rollout_gap_max": gap.max(), "entropy": torch.cat(entropies).mean()}
+        metrics = {
+            "loss": total.item(),
+            **terms,
+            "ratio": ratio.mean(),
+            "ratio_max": ratio.max(),
+            "ratio_min": ratio.min(),
+        }
+        metrics |= {
+            "actor_rollout_gap": gap.mean(),
+            "actor_rollout_gap_max": gap.max(),
+            "entropy": torch.cat(entropies).mean(),
+        }
         metrics["ref_kl"] = torch.cat(kls).mean()
         metrics = {name: float(value) for name, value in metrics.items()}
         updates.append({"grad_norm": float(norm), "metrics": metrics, "gradients": gradients})
@@ -154,7 +183,9 @@ def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
 
 
 def expected_results(folder: Path, algorithms: Iterable[tuple[str, str]]) -> dict:
-    """Return the rows with the engine's log-probs, and the results of every (loss, aggregation) in `algorithms`."""
+    """Return the rows with the engine's log-probs, and the results of every (loss, aggregation) in
+    `algorithms`.
+    """
     model = load(folder)
     rows = make_rows(model.config.vocab_size)
     with torch.no_grad():

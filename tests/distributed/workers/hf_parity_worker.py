@@ -1,6 +1,8 @@
-"""Worker: every family's Megatron model equals transformers' on the log-probs of packed trees, and exports what it imported.
+"""Worker: every family's Megatron model equals transformers' on the log-probs of packed trees, and exports
+what it imported.
 
-Arguments: folder with one HF model per sub-folder, then layouts such as tp2pp2sp. Runs all models in all layouts in one launch.
+Arguments: folder with one HF model per sub-folder, then layouts such as tp2pp2sp. Runs all models in all
+    layouts in one launch.
 """
 
 import os
@@ -34,10 +36,14 @@ TOLERANCE = 2e-6  # float32 log-probs over a small vocabulary: rounding of diffe
 
 
 def make_samples(vocab_size: int) -> list[TrainSample]:
-    """Ragged groups: shared prompts, a completion of one token, a long tree beyond the dense-attention limit."""
+    """Ragged groups: shared prompts, a completion of one token, a long tree beyond the dense-attention
+    limit.
+    """
     random = np.random.default_rng(0)
     samples = []
-    for group, (prompt, lengths) in enumerate([(7, (3, 1, 5)), (1, (4,)), (12, (2, 9)), (30, (90, 120, 150)), (5, (1,))]):
+    for group, (prompt, lengths) in enumerate(
+        [(7, (3, 1, 5)), (1, (4,)), (12, (2, 9)), (30, (90, 120, 150)), (5, (1,))]
+    ):
         prompt_ids = tuple(int(i) for i in random.integers(0, vocab_size, prompt))
         for index, length in enumerate(lengths):
             tokens = random.integers(0, vocab_size, length)
@@ -53,7 +59,9 @@ def dense_logprobs(folder: Path, samples: list[TrainSample]) -> dict[tuple[int, 
         for sample in samples:
             ids = torch.tensor([[*sample.prompt_ids, *sample.token_ids.tolist()]])
             logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].double() / TEMPERATURE
-            result[sample.key] = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            result[sample.key] = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[
+                :, 0
+            ]
     return result
 
 
@@ -61,7 +69,8 @@ def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGrou
     hf = read_hf_config(folder)
     if hf.num_experts is None and {"ep", "etp"} & sizes.keys():
         return
-    sp = "sp" in layout or (groups.tp.size() > 1 and hf.num_experts is not None)  # experts are dispatched from tokens split over tp
+    # experts are dispatched from tokens split over tp
+    sp = "sp" in layout or (groups.tp.size() > 1 and hf.num_experts is not None)
     alignment = token_alignment(ParallelConfig(**sizes, sp=sp), "fp32")
     dispatcher = "allgather" if "allgather" in layout else "alltoall"
     config = build_transformer_config(hf, groups, build_precision("fp32"), sp, moe_dispatcher=dispatcher)
@@ -75,24 +84,34 @@ def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGrou
         builder = MicroBatchBuilder(DEVICE, rules, 0, False, groups.cp.size(), groups.cp_rank)
         batches = [builder.build(micro, samples.__getitem__) for micro in plan]
         assert all(batch.tokens.shape[1] * groups.cp.size() <= rules.max_tokens for batch in batches)
-        for batch, logprobs in zip(batches, compute_logprobs(model, model.chunks, batches, TEMPERATURE), strict=groups.is_last_stage):
+        for batch, logprobs in zip(
+            batches, compute_logprobs(model, model.chunks, batches, TEMPERATURE), strict=groups.is_last_stage
+        ):
             for sequence, key in enumerate(batch.keys):
                 rows = (batch.sequence_ids == sequence).nonzero()[:, 0]
                 gaps = (logprobs[rows].double().cpu() - expected[key][batch.positions[rows].cpu()]).abs()
                 assert bool((gaps <= TOLERANCE).all()), (
-                    f"{folder.name} {layout} packing={packing} share={share} sample {key}: gap {gaps.max():.2e}"
+                    f"{folder.name} {layout} packing={packing} share={share} sample {key}: gap "
+                    f"{gaps.max():.2e}"
                 )
     stored = load_file(folder / "model.safetensors")
-    weights = {parameter.untyped_storage().data_ptr() for chunk in model.chunks for parameter in chunk.parameters()}
+    weights = {
+        parameter.untyped_storage().data_ptr() for chunk in model.chunks for parameter in chunk.parameters()
+    }
     exported, copied = {}, set()
     for name, tensor in WeightExporter(model, bucket_bytes=40_000).tensors():
         exported[name] = tensor.clone()
         copied |= set() if tensor.untyped_storage().data_ptr() in weights else {name}
-    if layout == "tp1pp1" and groups.world_size == groups.dp.size():  # nothing is gathered: only query, key and value lie otherwise
-        assert all(re.search(r"\.[qkv]_proj\.", name) for name in copied), f"{folder.name}: copied for nothing: {sorted(copied)}"
+    # nothing is gathered: only query, key and value lie otherwise
+    if layout == "tp1pp1" and groups.world_size == groups.dp.size():
+        assert all(re.search(r"\.[qkv]_proj\.", name) for name in copied), (
+            f"{folder.name}: copied for nothing: {sorted(copied)}"
+        )
     assert exported.keys() == stored.keys(), exported.keys() ^ stored.keys()
     for name, tensor in stored.items():
-        assert torch.equal(exported[name].cpu(), tensor), f"{folder.name} {layout}: {name} changed between import and export"
+        assert torch.equal(exported[name].cpu(), tensor), (
+            f"{folder.name} {layout}: {name} changed between import and export"
+        )
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
-"""Worker: three steps of GRPO give the dense float64 reference's losses, grad-norms and weights in every layout and packing.
+"""Worker: three steps of GRPO give the dense float64 reference's losses, grad-norms and weights in every
+layout and packing.
 
-Arguments: model folder, file with the reference's result, then cases such as `tp2pp2sp:packed`: sizes of 1 may be left out (dp is what is
+Arguments: model folder, file with the reference's result, then cases such as `tp2pp2sp:packed`: sizes of 1
+    may be left out (dp is what is
 left), `=` writes the pipeline chunks out.
 """
 
@@ -53,7 +55,10 @@ def make_config(folder: Path, recompute: str) -> Config:
             "model": {"path": str(folder)},
             "data": {"source": "unused"},
             "rewards": {"functions": [{"name": "unused"}]},
-            "rollout": {"temperature": dense_grpo.TEMPERATURE, "completions_per_prompt": dense_grpo.COMPLETIONS},
+            "rollout": {
+                "temperature": dense_grpo.TEMPERATURE,
+                "completions_per_prompt": dense_grpo.COMPLETIONS,
+            },
             "algorithm": {
                 "clip_low": dense_grpo.CLIP_LOW,
                 "clip_high": dense_grpo.CLIP_HIGH,
@@ -73,18 +78,32 @@ def make_config(folder: Path, recompute: str) -> Config:
 def make_rollouts(step: int, vocab_size: int) -> StepRollouts:
     """The reference's rollouts, each completion held by one rank only."""
     rows = dense_grpo.make_rollouts(step, vocab_size)
-    prompts = [Prompt(group, "", next(row.prompt for row in rows if row.group == group)) for group in range(dense_grpo.GROUPS)]
+    prompts = [
+        Prompt(group, "", next(row.prompt for row in rows if row.group == group))
+        for group in range(dense_grpo.GROUPS)
+    ]
     records, local = {}, {}
     for number, row in enumerate(rows):
         key, source = (row.group, row.place), number % dist.get_world_size()
-        records[key] = CompletionRecord(key, source, len(row.tokens), "stop", Reward(row.reward, {"unused": row.reward}), 0)
+        records[key] = CompletionRecord(
+            key, source, len(row.tokens), "stop", Reward(row.reward, {"unused": row.reward}), 0
+        )
         if source == dist.get_rank():
-            local[key] = Completion(row.group, row.place, row.tokens, np.full(len(row.tokens), -1.0, np.float32), "stop", ((0, 0),), "")
+            local[key] = Completion(
+                row.group,
+                row.place,
+                row.tokens,
+                np.full(len(row.tokens), -1.0, np.float32),
+                "stop",
+                ((0, 0),),
+                "",
+            )
     return StepRollouts(prompts, records, local, dense_grpo.COMPLETIONS)
 
 
 def relative(value: float, expected: float) -> float:
-    # A loss is a mean of terms of size 1 (standardised advantages) that nearly cancel: float32 rounds the terms, not the sum.
+    # A loss is a mean of terms of size 1 (standardised advantages) that nearly cancel: float32 rounds the
+    # terms, not the sum.
     return abs(value - expected) / max(abs(expected), 0.1)
 
 
@@ -93,7 +112,10 @@ def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> 
     uneven = {"layers_first_stage": 1} if "uneven" in layout_name else {}
     written = {"pipeline_layout": layout_name.split("=")[1]} if "=" in layout_name else {}
     layout = ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes, **uneven, **written)
-    sp, recompute = "sp" in layout_name, next((mode for mode in ("full", "selective") if mode in layout_name), "none")
+    sp, recompute = (
+        "sp" in layout_name,
+        next((mode for mode in ("full", "selective") if mode in layout_name), "none"),
+    )
     packing, share, max_tokens = PACKINGS[packing_name]
     config = make_config(folder, recompute)
     groups = build_groups(layout, timeout_seconds=120)
@@ -134,17 +156,29 @@ def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> 
     losses, norms, load_ratios = [], [], []
     for step in range(dense_grpo.STEPS):
         rollouts = make_rollouts(step, hf.vocab_size)
-        result = updater.run(rollouts, lambda k: dense_grpo.LR, lambda metrics, gap: losses.append(metrics["loss"]))
+        result = updater.run(
+            rollouts, lambda k: dense_grpo.LR, lambda metrics, gap: losses.append(metrics["loss"])
+        )
         norms += [applied.grad_norm for applied in result.applied]
         if hf.num_experts:
-            load_ratios.append([result.metrics[f"expert_load_ratio/layer_{layer}"] for layer in range(hf.num_layers)])
+            load_ratios.append(
+                [result.metrics[f"expert_load_ratio/layer_{layer}"] for layer in range(hf.num_layers)]
+            )
     assert len(losses) == len(norms) == len(expected["updates"])
-    for update, (loss, norm, (want_loss, want_norm)) in enumerate(zip(losses, norms, expected["updates"], strict=True)):
-        assert relative(loss, want_loss) <= TOLERANCE, f"{layout_name}:{packing_name} update {update}: loss {loss} instead of {want_loss}"
-        assert relative(norm, want_norm) <= TOLERANCE, f"{layout_name}:{packing_name} update {update}: norm {norm} instead of {want_norm}"
+    for update, (loss, norm, (want_loss, want_norm)) in enumerate(
+        zip(losses, norms, expected["updates"], strict=True)
+    ):
+        assert relative(loss, want_loss) <= TOLERANCE, (
+            f"{layout_name}:{packing_name} update {update}: loss {loss} instead of {want_loss}"
+        )
+        assert relative(norm, want_norm) <= TOLERANCE, (
+            f"{layout_name}:{packing_name} update {update}: norm {norm} instead of {want_norm}"
+        )
     for ratios, loads in zip(load_ratios, expected["loads"], strict=bool(hf.num_experts)):
         # Two scores that differ by less than float32's rounding may swap an expert: one token more or less.
-        torch.testing.assert_close(torch.tensor(ratios, dtype=torch.float64), loads.amax(1) / loads.mean(1), rtol=0, atol=0.02)
+        torch.testing.assert_close(
+            torch.tensor(ratios, dtype=torch.float64), loads.amax(1) / loads.mean(1), rtol=0, atol=0.02
+        )
     for name, tensor in WeightExporter(actor.model).tensors():
         want = expected["weights"][name]
         error = float((tensor.double().cpu() - want).norm() / want.norm())

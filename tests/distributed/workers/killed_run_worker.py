@@ -22,7 +22,8 @@ from megagrpo.rollout.generation import RolloutGenerator  # noqa: E402
 from megagrpo.trainer import Trainer, run_training  # noqa: E402
 
 POINT, STEP = sys.argv[2], int(sys.argv[3])
-VICTIM = {"publish_checkpoint": 0}.get(POINT, int(os.environ["WORLD_SIZE"]) - 1)  # only the first rank publishes a checkpoint
+# only the first rank publishes a checkpoint
+VICTIM = {"publish_checkpoint": 0}.get(POINT, int(os.environ["WORLD_SIZE"]) - 1)
 running = {"step": 0}
 
 
@@ -66,10 +67,13 @@ POINTS = {
     "generation": lambda: around(TransformersEngine, "generate"),
     "refill": lambda: around(RolloutGenerator, "generate", in_refill),
     "scoring": lambda: around(RewardPool, "submit"),
-    "update": lambda: around(Actor, "apply_gradients", before=False),  # the first of two updates of the step is applied
+    # the first of two updates of the step is applied
+    "update": lambda: around(Actor, "apply_gradients", before=False),
     "publish": lambda: around(TransformersEngine, "load", before=False),
-    "write_shards": lambda: around(ShardWriter, "write", writes_step, before=False),  # written, and not committed
-    "publish_checkpoint": lambda: around(checkpoint_folder, "point_latest", has_step),  # renamed, and `latest` not yet moved
+    # written, and not committed
+    "write_shards": lambda: around(ShardWriter, "write", writes_step, before=False),
+    # renamed, and `latest` not yet moved
+    "publish_checkpoint": lambda: around(checkpoint_folder, "point_latest", has_step),
 }
 
 

@@ -1,7 +1,9 @@
-"""Run by torchrun with four ranks: the output-layer operations at TP 1, 2 and 4 against a dense float64 single-rank reference.
+"""Run by torchrun with four ranks: the output-layer operations at TP 1, 2 and 4 against a dense float64
+single-rank reference.
 
-Every rank builds the whole weight from one seed, keeps its rows, and compares what it got with its part of the dense result. The first
-mismatch raises with the case's name, which ends the launch with a non-zero status.
+Every rank builds the whole weight from one seed, keeps its rows, and compares what it got with its part of
+the dense result. The first mismatch raises with the case's name, which ends the launch with a non-zero
+status.
 """
 
 import torch
@@ -35,7 +37,9 @@ class CountedReductions:
 
 
 class Case:
-    """Inputs of one case: the whole weight, this rank's rows of it, and rows with targets on every shard's last column."""
+    """Inputs of one case: the whole weight, this rank's rows of it, and rows with targets on every shard's
+    last column.
+    """
 
     def __init__(self, group, vocab_size, padded, num_rows):
         generator = torch.Generator().manual_seed(vocab_size * 1000 + num_rows)
@@ -43,7 +47,9 @@ class Case:
         self.group, self.vocab_size = group, vocab_size
         self.rows = slice(rank * padded // tp, (rank + 1) * padded // tp)
         self.hidden = torch.randn(num_rows, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
-        self.full_weight = torch.randn(padded, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
+        self.full_weight = torch.randn(
+            padded, HIDDEN, dtype=torch.float64, generator=generator
+        ).requires_grad_()
         self.weight = self.full_weight.detach()[self.rows].clone().requires_grad_()
         self.targets = torch.randint(vocab_size, (num_rows,), generator=generator)
         for i in range(min(tp, num_rows)):
@@ -52,8 +58,12 @@ class Case:
 
     def dense(self, temperature):
         temperature = torch.as_tensor(temperature, dtype=torch.float64).reshape(-1, 1)
-        logprobs = torch.log_softmax(self.hidden @ self.full_weight[: self.vocab_size].t() / temperature, dim=-1)
-        return logprobs.gather(1, self.targets.unsqueeze(1)).squeeze(1), -(logprobs.exp() * logprobs).sum(dim=1)
+        logprobs = torch.log_softmax(
+            self.hidden @ self.full_weight[: self.vocab_size].t() / temperature, dim=-1
+        )
+        return logprobs.gather(1, self.targets.unsqueeze(1)).squeeze(1), -(logprobs.exp() * logprobs).sum(
+            dim=1
+        )
 
     def reference(self):
         """Hidden states and whole weight of another model."""
@@ -62,7 +72,9 @@ class Case:
     def dense_kl(self, reference_hidden, reference_weight):
         actor = torch.log_softmax(self.hidden @ self.full_weight[: self.vocab_size].t(), dim=-1)
         reference = torch.log_softmax(reference_hidden @ reference_weight[: self.vocab_size].t(), dim=-1)
-        return (actor.exp() * (actor - reference)).sum(dim=1), reference.gather(1, self.targets.unsqueeze(1)).squeeze(1)
+        return (actor.exp() * (actor - reference)).sum(dim=1), reference.gather(
+            1, self.targets.unsqueeze(1)
+        ).squeeze(1)
 
     def compare_gradients(self, expected_loss, loss):
         expected = torch.autograd.grad(expected_loss, (self.hidden, self.full_weight))
@@ -88,7 +100,8 @@ def check_logprobs(case, temperature):
     torch.testing.assert_close(result.entropy, expected[1], **TOLERANCE)
     with CountedReductions() as backward:
         case.compare_gradients(
-            (case.coefficients * torch.stack(expected)).sum(), (case.coefficients * torch.stack([result.logprobs, result.entropy])).sum()
+            (case.coefficients * torch.stack(expected)).sum(),
+            (case.coefficients * torch.stack([result.logprobs, result.entropy])).sum(),
         )
     communicates = case.group.size() > 1 and len(case.targets) > 0
     assert forward.operations == (["max", "sum"] if communicates else []), forward.operations
@@ -96,8 +109,17 @@ def check_logprobs(case, temperature):
 
 
 def check_unreduced_hidden_gradient(case):
-    """With reduce_hidden_grad=False each rank keeps its shard's part, and the parts sum to the dense gradient."""
-    result = linear_logprobs(case.hidden, case.weight, case.targets, vocab_size=case.vocab_size, group=case.group, reduce_hidden_grad=False)
+    """With reduce_hidden_grad=False each rank keeps its shard's part, and the parts sum to the dense
+    gradient.
+    """
+    result = linear_logprobs(
+        case.hidden,
+        case.weight,
+        case.targets,
+        vocab_size=case.vocab_size,
+        group=case.group,
+        reduce_hidden_grad=False,
+    )
     (part,) = torch.autograd.grad(result.logprobs.sum(), case.hidden)
     dist.all_reduce(part, group=case.group)
     (expected,) = torch.autograd.grad(case.dense(1.0)[0].sum(), case.hidden)
@@ -106,7 +128,8 @@ def check_unreduced_hidden_gradient(case):
 
 def check_token_loss(case, chunk_rows):
     """Three GEMMs: the same gradients, one MAX and one SUM a chunk, and one SUM of the hidden gradient."""
-    # The ranks' shares of the true vocabulary differ; were the chunks cut by them, the ranks would wait for each other for ever.
+    # The ranks' shares of the true vocabulary differ; were the chunks cut by them, the ranks would wait for
+    # each other for ever.
     tiling._CPU_STASH_BYTES = 2 * chunk_rows * len(case.weight) * 8
 
     def loss_fn(logprobs, entropy, rows, kl):
@@ -133,7 +156,9 @@ def check_token_loss(case, chunk_rows):
 
 
 def check_exact_kl(case):
-    """Divergence from another model, split alike: values, gradients, one MAX and one SUM forward, one SUM backward."""
+    """Divergence from another model, split alike: values, gradients, one MAX and one SUM forward, one SUM
+    backward.
+    """
     reference_hidden, reference_weight = case.reference()
     with CountedReductions() as counted:
         result = linear_exact_kl(
@@ -157,7 +182,8 @@ def check_exact_kl(case):
     assert counted.operations == (["max", "sum"] if communicates else []), counted.operations
 
 
-# Vocabulary, padded vocabulary, rows. 9 of 16 leaves the last of four ranks with padding alone; 37 does not divide.
+# Vocabulary, padded vocabulary, rows. 9 of 16 leaves the last of four ranks with padding alone; 37 does not
+# divide.
 SHAPES = [(40, 40, 7), (37, 40, 7), (9, 16, 5), (37, 40, 1), (37, 40, 0)]
 
 

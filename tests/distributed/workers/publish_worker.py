@@ -1,7 +1,10 @@
-"""Worker: what reaches every engine rank, from every trainer layout and by every transport, equals the HF checkpoint's slices to the bit.
+"""Worker: what reaches every engine rank, from every trainer layout and by every transport, equals the HF
+checkpoint's slices to the bit.
 
-Arguments: folder with one HF model per sub-folder, scratch folder, then layouts such as tp2pp2sp. The engines are stand-ins that read
-buckets with the module that engine processes read them with; what they must have received is computed from the checkpoint file.
+Arguments: folder with one HF model per sub-folder, scratch folder, then layouts such as tp2pp2sp. The engines
+    are stand-ins that read
+buckets with the module that engine processes read them with; what they must have received is computed from
+the checkpoint file.
 """
 
 import os
@@ -41,9 +44,17 @@ def check_model(folder: Path, layout: str, groups, scratch: Path) -> None:
     hf = read_hf_config(folder)
     sp = groups.tp.size() > 1 and hf.num_experts is not None
     model = load_stage_model(
-        str(folder), hf, build_transformer_config(hf, groups, build_precision("fp32"), sp), groups, DEVICE, use_te=False
+        str(folder),
+        hf,
+        build_transformer_config(hf, groups, build_precision("fp32"), sp),
+        groups,
+        DEVICE,
+        use_te=False,
     )
-    grids = [("shared_memory", EngineGrid(2, 2, 1, "sharded")), ("group", EngineGrid(1, 4, 4 if hf.num_experts else 1, "sharded"))]
+    grids = [
+        ("shared_memory", EngineGrid(2, 2, 1, "sharded")),
+        ("group", EngineGrid(1, 4, 4 if hf.num_experts else 1, "sharded")),
+    ]
     grids += [
         ("shared_memory", EngineGrid(1, 2, 1, "full")),
         ("disk", EngineGrid(3, 1, 1, "full")),
@@ -57,7 +68,10 @@ def check_model(folder: Path, layout: str, groups, scratch: Path) -> None:
             metrics = publisher.publish(1).metrics
             check_received(publisher, load_file(folder / "model.safetensors"), dtype, what)
             assert metrics["publish/kept_ratio"] == 1.0, what
-            kept = sum(target.numel for targets in publisher.transport.plan.targets for target in targets) * dtype.itemsize
+            kept = (
+                sum(target.numel for targets in publisher.transport.plan.targets for target in targets)
+                * dtype.itemsize
+            )
             padding = sum(
                 placed.padding_rows * placed.target.numel // max(placed.target.shape[0], 1)
                 for bucket in publisher.transport.layouts
@@ -69,18 +83,24 @@ def check_model(folder: Path, layout: str, groups, scratch: Path) -> None:
 
 
 def quantize_dense(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole weight as float8 and scales, by DeepGEMM's `per_block_cast_to_fp8` (deep_gemm/utils/math.py) with scales of any value."""
+    """A whole weight as float8 and scales, by DeepGEMM's `per_block_cast_to_fp8` (deep_gemm/utils/math.py)
+    with scales of any value.
+    """
     rows, columns = tensor.shape
     padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 128) * 128)
     padded[:rows, :columns] = tensor
     blocks = padded.view(-1, 128, padded.shape[1] // 128, 128)
     scales = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / 448.0
     quantized = (blocks * (1.0 / scales)).to(torch.float8_e4m3fn)
-    return quantized.view_as(padded)[:rows, :columns].contiguous(), scales.view(blocks.shape[0], blocks.shape[2])
+    return quantized.view_as(padded)[:rows, :columns].contiguous(), scales.view(
+        blocks.shape[0], blocks.shape[2]
+    )
 
 
 def check_quantized(folder: Path, layout: str, groups, scratch: Path) -> None:
-    """Engines receive the tensors of a blockwise float8 checkpoint, to the bit, wherever the blocks lie: here most span tp ranks."""
+    """Engines receive the tensors of a blockwise float8 checkpoint, to the bit, wherever the blocks lie:
+    here most span tp ranks.
+    """
     hf = read_hf_config(folder)
     sp = groups.tp.size() > 1 and hf.num_experts is not None
     config = build_transformer_config(hf, groups, build_precision("fp32"), sp)
@@ -91,17 +111,25 @@ def check_quantized(folder: Path, layout: str, groups, scratch: Path) -> None:
             expected[name], expected[f"{name}_scale_inv"] = quantize_dense(tensor)
         else:
             expected[name] = tensor.to(torch.bfloat16)
-    for transport, grid in (("shared_memory", EngineGrid(2, 2)), ("group", EngineGrid(2, 2)), ("disk", EngineGrid(3, 1))):
+    for transport, grid in (
+        ("shared_memory", EngineGrid(2, 2)),
+        ("group", EngineGrid(2, 2)),
+        ("disk", EngineGrid(3, 1)),
+    ):
         publisher = publisher_of(model, grid, transport, torch.bfloat16, scratch, quantize=True)
         metrics = publisher.publish(1).metrics
         what = f"{folder.name} {layout} {transport} quantised"
         assert metrics["publish/kept_ratio"] == 1.0, what
-        assert metrics["publish/written_bytes"] == grid.replicas * sum(tensor.nbytes for tensor in expected.values()), what
+        assert metrics["publish/written_bytes"] == grid.replicas * sum(
+            tensor.nbytes for tensor in expected.values()
+        ), what
         for received in publisher.engine.received if publisher.engine.is_owner else []:
             assert received.keys() == expected.keys(), f"{what}: {received.keys() ^ expected.keys()}"
             for name, tensor in expected.items():
                 assert received[name].dtype == tensor.dtype, f"{what}: {name}"
-                assert torch.equal(received[name].view(torch.uint8), tensor.view(torch.uint8)), f"{what}: {name}"
+                assert torch.equal(received[name].view(torch.uint8), tensor.view(torch.uint8)), (
+                    f"{what}: {name}"
+                )
 
 
 def check_faults(folder: Path, groups, scratch: Path) -> None:
@@ -127,7 +155,9 @@ def check_faults(folder: Path, groups, scratch: Path) -> None:
         engine.fault = (bucket, "checksum") if publisher.replica == 1 else None
         fails_with(r"rank 2: .*engine rank 0: \S+: checksum 0badc0de, sent was [0-9a-f]{8}", 20 + bucket)
     engine.fault = None
-    parameter = next(parameter for name, parameter in model.chunks[0].named_parameters() if "layernorm" in name)
+    parameter = next(
+        parameter for name, parameter in model.chunks[0].named_parameters() if "layernorm" in name
+    )
     kept = parameter.detach().clone()
     if groups.rank == 3:
         parameter.data[0] = float("nan")
@@ -150,11 +180,15 @@ def check_faults(folder: Path, groups, scratch: Path) -> None:
 
 
 def check_group(folder: Path, groups, scratch: Path) -> None:
-    """A group stays while publishes go well; whatever fails ends in time, leaves no group, and the next publish makes another."""
+    """A group stays while publishes go well; whatever fails ends in time, leaves no group, and the next
+    publish makes another.
+    """
     hf = read_hf_config(folder)
     config = build_transformer_config(hf, groups, build_precision("fp32"), False)
     model = load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False)
-    publisher = publisher_of(model, EngineGrid(2, 1, 1, "sharded"), "group", torch.float32, scratch, timeout_seconds=3.0)
+    publisher = publisher_of(
+        model, EngineGrid(2, 1, 1, "sharded"), "group", torch.float32, scratch, timeout_seconds=3.0
+    )
     engine, transport = publisher.engine, publisher.transport
     tensors = load_file(folder / "model.safetensors")
 
@@ -175,7 +209,11 @@ def check_group(folder: Path, groups, scratch: Path) -> None:
     check_received(publisher, tensors, torch.float32, "second publish through a group")
     for number, fault in enumerate(("raises", "checksum")):
         engine.fault = (2, fault) if publisher.replica == 1 else None
-        pattern = {"raises": r"rank 2: .*the server went away", "checksum": r"rank 2: .*checksum 0badc0de, sent was"}[fault]
+        pattern = {
+            "raises": r"rank 2: .*the server went away",
+            "checksum": r"rank 2: .*checksum 0badc0de, "
+            r"sent was",
+        }[fault]
         fails_with(pattern, 10 + 10 * number)
     send, pack = transport._send, transport._pack
     if groups.rank == 3:
@@ -208,7 +246,9 @@ DELTAS = (
 
 
 def change(parameters: list[torch.nn.Parameter], version: int) -> None:
-    """Change a few elements, the same on ranks that hold the same; the second change is to -0.0, which equals 0.0."""
+    """Change a few elements, the same on ranks that hold the same; the second change is to -0.0, which
+    equals 0.0.
+    """
     parameter = parameters[version % len(parameters)].data.view(-1)
     parameter[version::4096] = {2: 0.0, 3: -0.0}.get(version, parameter[version::4096] * 1.5)
     if version == 3:
@@ -216,12 +256,16 @@ def change(parameters: list[torch.nn.Parameter], version: int) -> None:
 
 
 def check_delta(folder: Path, groups, scratch: Path, deltas=DELTAS) -> None:
-    """After any history of versions an engine that is sent changes holds the model's weights to the bit, by any transport."""
+    """After any history of versions an engine that is sent changes holds the model's weights to the bit,
+    by any transport.
+    """
     hf = read_hf_config(folder)
     sp = groups.tp.size() > 1 and hf.num_experts is not None
     config = build_transformer_config(hf, groups, build_precision("fp32"), sp)
     model = load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False)
-    publishers = [publisher_of(model, grid, transport, dtype, scratch, delta=True) for transport, grid, dtype in deltas]
+    publishers = [
+        publisher_of(model, grid, transport, dtype, scratch, delta=True) for transport, grid, dtype in deltas
+    ]
     shares: list[list[float]] = [[] for _ in deltas]
     for version in range(1, 9):
         if version > 1:
@@ -231,7 +275,8 @@ def check_delta(folder: Path, groups, scratch: Path, deltas=DELTAS) -> None:
             what = f"{folder.name} delta {transport} {grid} {dtype} version {version}"
             if version == 6 and publisher.replica == grid.replicas - 1:
                 publisher.engine.weight_version = 3  # this one missed versions
-            if version == 7:  # a publish that fails half-way: engines are stale, the next one sends everything
+            # a publish that fails half-way: engines are stale, the next one sends everything
+            if version == 7:
                 publisher.engine.fault = (2, "checksum") if publisher.replica == 0 else None
                 try:
                     publisher.publish(version)
@@ -245,9 +290,14 @@ def check_delta(folder: Path, groups, scratch: Path, deltas=DELTAS) -> None:
     sent_all, versions = [1, 6, 8], [1, 2, 3, 4, 5, 6, 8]
     for (transport, grid, _), found in zip(deltas, shares, strict=True):
         what = f"{transport} {grid}: {found}"
-        limit = 0.2 if grid.layout == "sharded" else 0.7  # whole tensors are sent under `full`, some of them large
-        assert all((share == 1.0) == (version in sent_all) for share, version in zip(found, versions, strict=True)), what
-        assert all(share < limit for share, version in zip(found, versions, strict=True) if version not in sent_all), what
+        # whole tensors are sent under `full`, some of them large
+        limit = 0.2 if grid.layout == "sharded" else 0.7
+        assert all(
+            (share == 1.0) == (version in sent_all) for share, version in zip(found, versions, strict=True)
+        ), what
+        assert all(
+            share < limit for share, version in zip(found, versions, strict=True) if version not in sent_all
+        ), what
     for publisher in publishers:
         publisher.close()
 
@@ -275,7 +325,13 @@ def check_probe(folder: Path, layout: str, groups, sizes: dict[str, int]) -> Non
     sp = groups.tp.size() > 1 and hf.num_experts is not None
     config = build_transformer_config(hf, groups, build_precision("fp32"), sp)
     actor = Actor(load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False), OptimizerConfig())
-    rules = PackingRules(512, token_alignment(ParallelConfig(**sizes, sp=sp), "fp32"), True, True, groups.layout.min_microbatches)
+    rules = PackingRules(
+        512,
+        token_alignment(ParallelConfig(**sizes, sp=sp), "fp32"),
+        True,
+        True,
+        groups.layout.min_microbatches,
+    )
     builder = MicroBatchBuilder(DEVICE, rules, 0, False, groups.cp.size(), groups.cp_rank)
     replica, is_owner = groups.rank // 2, groups.rank % 2 == 0
     engine = SamplingEngine(folder, replica)
@@ -298,7 +354,9 @@ def main() -> None:
     for layout in layouts:
         sizes = {name: int(size) for name, size in re.findall(r"(etp|ep|tp|cp|vpp|pp)(\d+)", layout)}
         groups = build_groups(ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes), timeout_seconds=120)
-        for folder in [Path(models) / name for name in ("llama_tied_llama3_rope", "qwen2", "qwen3", "qwen3_moe")]:
+        for folder in [
+            Path(models) / name for name in ("llama_tied_llama3_rope", "qwen2", "qwen3", "qwen3_moe")
+        ]:
             if read_hf_config(folder).num_experts is None and {"ep", "etp"} & sizes.keys():
                 continue
             check_model(folder, layout, groups, Path(scratch))

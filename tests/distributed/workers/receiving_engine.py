@@ -1,4 +1,6 @@
-"""A stand-in for an engine that is a server, the publisher to it, and what must have reached it. Imported after the device is set up."""
+"""A stand-in for an engine that is a server, the publisher to it, and what must have reached it. Imported
+after the device is set up.
+"""
 
 import re
 import sys
@@ -27,7 +29,9 @@ BUCKET_BYTES = 60_000  # several buckets, some with a parameter larger than this
 
 
 class ReceivingEngine:
-    """Reads buckets as an engine's ranks do, keeps copies and acknowledges; can be told to misbehave at a bucket."""
+    """Reads buckets as an engine's ranks do, keeps copies and acknowledges; can be told to misbehave at a
+    bucket.
+    """
 
     address = "http://127.0.0.1:0"  # of no server: the engine's ranks are threads of this process
 
@@ -109,13 +113,23 @@ def publisher_of(
     groups = model.groups
     owners = [owner_of(replica, groups.world_size, grid.replicas) for replica in range(grid.replicas)]
     replica = groups.rank * grid.replicas // groups.world_size
-    built = build_transport(transport, model, grid, owners, dtype, BUCKET_BYTES, timeout_seconds, folder, delta, quantize)
+    built = build_transport(
+        transport, model, grid, owners, dtype, BUCKET_BYTES, timeout_seconds, folder, delta, quantize
+    )
     engine = ReceivingEngine(owners[replica] == groups.rank, grid.tp)
     return RemotePublisher(WeightExporter(model), engine, replica, built)
 
 
-def check_received(publisher: RemotePublisher, tensors: dict[str, torch.Tensor], dtype: torch.dtype, what: str, bits: bool = False) -> None:
-    """Compare all tensors of this rank's engine, if it owns one, with what is cut from full tensors; `bits`: -0.0 is not 0.0."""
+def check_received(
+    publisher: RemotePublisher,
+    tensors: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    what: str,
+    bits: bool = False,
+) -> None:
+    """Compare all tensors of this rank's engine, if it owns one, with what is cut from full tensors;
+    `bits`: -0.0 is not 0.0.
+    """
     grid, engine, hf = publisher.transport.plan.grid, publisher.engine, publisher.exporter.model.hf
     if not engine.is_owner:
         return
@@ -126,10 +140,15 @@ def check_received(publisher: RemotePublisher, tensors: dict[str, torch.Tensor],
         for name, array in expected.items():
             array = torch.from_numpy(array)
             if grid.layout == "sharded" and ("embed_tokens" in name or "lm_head" in name):
-                array = torch.where(array == -2, 0, array)  # the reference marks padding with -2; engines hold zeros there
-            assert received[name].dtype == dtype and torch.equal(received[name].float(), array), f"{what}: {name} of engine rank {rank}"
+                # the reference marks padding with -2; engines hold zeros there
+                array = torch.where(array == -2, 0, array)
+            assert received[name].dtype == dtype and torch.equal(received[name].float(), array), (
+                f"{what}: {name} of engine rank {rank}"
+            )
             if bits:
-                assert torch.equal(torch.signbit(received[name]), torch.signbit(array)), f"{what}: {name} of engine rank {rank}"
+                assert torch.equal(torch.signbit(received[name]), torch.signbit(array)), (
+                    f"{what}: {name} of engine rank {rank}"
+                )
 
 
 def publish_in_vain(publisher: RemotePublisher, version: int, pattern: str) -> None:

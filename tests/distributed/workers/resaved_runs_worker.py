@@ -1,4 +1,6 @@
-"""Worker: runs whose newest checkpoint is first loaded and saved again, in the layout of the run. Argument: as of runs_worker.py."""
+"""Worker: runs whose newest checkpoint is first loaded and saved again, in the layout of the run.
+Argument: as of runs_worker.py.
+"""
 
 import json
 import shutil

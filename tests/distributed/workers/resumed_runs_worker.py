@@ -1,7 +1,9 @@
-"""Worker: several runs in one launch, some of which are refused. Argument: JSON {name: [config file, overrides]}.
+"""Worker: several runs in one launch, some of which are refused. Argument: JSON {name: [config file,
+overrides]}.
 
-Before a run whose name begins with `other_generators` the process-wide random generators are put elsewhere. The first rank prints
-`OUTCOME {name: message}` for each run that is refused, with the same UserError on all ranks.
+Before a run whose name begins with `other_generators` the process-wide random generators are put elsewhere.
+The first rank prints `OUTCOME {name: message}` for each run that is refused, with the same UserError on all
+ranks.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Worker: several whole training runs in one launch. Argument: a JSON list of [config file, [override, ...]]."""
+"""Worker: several whole training runs in one launch. Argument: a JSON list of [config file, [override,
+...]].
+"""
 
 import json
 import sys

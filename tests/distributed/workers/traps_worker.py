@@ -1,6 +1,8 @@
-"""Worker: each silent fault of Megatron-core gives wrong numbers with our fix taken away, and right ones with it.
+"""Worker: each silent fault of Megatron-core gives wrong numbers with our fix taken away, and right ones with
+it.
 
-Arguments: model folder, file with the reference's result (see invariance_worker); the same two for a mixture of experts.
+Arguments: model folder, file with the reference's result (see invariance_worker); the same two for a mixture
+    of experts.
 """
 
 import sys
@@ -48,8 +50,14 @@ def unbound_name() -> Iterator[None]:
 build_pipeline_fields = build.pipeline_fields
 mark_split_parameters = build.mark_split_parameters
 nothing = lambda *args: None  # noqa: E731
-averaging = lambda *args, **options: build_transformer_config(*args, **options, calculate_per_token_loss=False)  # noqa: E731
-# Equal micro-batches: of unequal ones mixed-up shapes would raise. Case, what takes the fix away, what is then wrong
+
+
+def averaging(*args, **options):
+    return build_transformer_config(*args, **options, calculate_per_token_loss=False)
+
+
+# Equal micro-batches: of unequal ones mixed-up shapes would raise. Case, what takes the fix away, what is
+# then wrong
 REMOVED = {
     "interleaving on two stages with batched p2p is refused": (
         "pp2vpp2:equal",
@@ -58,16 +66,33 @@ REMOVED = {
     ),
     "interleaving on two stages with batched p2p": (
         "pp2vpp2:equal",
-        {"megagrpo.models.build.pipeline_fields": batched_p2p, "megagrpo.models.build.check_pipeline_flags": nothing},
+        {
+            "megagrpo.models.build.pipeline_fields": batched_p2p,
+            "megagrpo.models.build.check_pipeline_flags": nothing,
+        },
         "loss",
     ),
-    "no tensor parallel marks": ("tp2:tiny", {"megagrpo.models.build.mark_split_parameters": nothing}, "norm"),
-    "Megatron's own division": ("cp2:tiny", {"invariance_worker.build_transformer_config": averaging}, "brings a factor of"),
-    "weights read before they were gathered": ("dp2overlap:tiny", {"megagrpo.policy.actor.Actor.gather_parameters": nothing}, "weights"),
+    "no tensor parallel marks": (
+        "tp2:tiny",
+        {"megagrpo.models.build.mark_split_parameters": nothing},
+        "norm",
+    ),
+    "Megatron's own division": (
+        "cp2:tiny",
+        {"invariance_worker.build_transformer_config": averaging},
+        "brings a factor of",
+    ),
+    "weights read before they were gathered": (
+        "dp2overlap:tiny",
+        {"megagrpo.policy.actor.Actor.gather_parameters": nothing},
+        "weights",
+    ),
 }
 
 
 MOE = "megatron.core.transformer.moe"
+MOVE_SPLITS = "maybe_move_tensor_to_cpu"
+MAPPINGS = "megatron.core.tensor_parallel.mappings"
 REMOVED_FROM_EXPERTS = {
     "experts summed over the group of the other parameters": (
         "tp2spetp1:packed",
@@ -76,12 +101,12 @@ REMOVED_FROM_EXPERTS = {
     ),
     "split sizes as a tensor": (
         "ep2:packed",
-        {f"{MOE}.token_dispatcher.maybe_move_tensor_to_cpu": token_dispatcher.maybe_move_tensor_to_cpu.__wrapped__},
+        {f"{MOE}.token_dispatcher.{MOVE_SPLITS}": getattr(token_dispatcher, MOVE_SPLITS).__wrapped__},
         "all_to_all_single",
     ),
     "unequal parts gathered as equal ones": (
         "etp2:packed",
-        {"megatron.core.tensor_parallel.mappings._gather_along_first_dim": mappings._gather_along_first_dim.__wrapped__},
+        {f"{MAPPINGS}._gather_along_first_dim": mappings._gather_along_first_dim.__wrapped__},
         "invalid tensor size",
     ),
 }
@@ -132,7 +157,9 @@ def check_lost_all_reduce() -> None:
 
 
 def check_shared_step(folder: Path) -> None:
-    """After loading, one update moves every parameter's step from 1 to 2; with one shared tensor it moves by the number of parameters."""
+    """After loading, one update moves every parameter's step from 1 to 2; with one shared tensor it moves
+    by the number of parameters.
+    """
     groups = build_groups(ParallelLayout(2), timeout_seconds=120)
     hf = invariance.read_hf_config(folder)
     config = build_transformer_config(hf, groups, invariance.build_precision("fp32"), False)
@@ -154,13 +181,20 @@ def check_shared_step(folder: Path) -> None:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     assert steps_after_a_load() == {2.0}
-    with mock.patch.object(DistributedOptimizer, "load_state_dict", DistributedOptimizer.load_state_dict.__wrapped__):
+    with mock.patch.object(
+        DistributedOptimizer, "load_state_dict", DistributedOptimizer.load_state_dict.__wrapped__
+    ):
         assert max(steps_after_a_load()) > 2.0, "the fault is gone: this Megatron needs the fix no more"
     destroy_groups()
 
 
 def main() -> None:
-    folder, expected, moe_folder, moe_expected = Path(sys.argv[1]), torch.load(sys.argv[2]), Path(sys.argv[3]), torch.load(sys.argv[4])
+    folder, expected, moe_folder, moe_expected = (
+        Path(sys.argv[1]),
+        torch.load(sys.argv[2]),
+        Path(sys.argv[3]),
+        torch.load(sys.argv[4]),
+    )
     check_lost_all_reduce()
     check_shared_step(folder)
     check_removed(REMOVED, folder, expected)

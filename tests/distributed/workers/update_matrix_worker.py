@@ -1,6 +1,8 @@
-"""Worker: losses x aggregations with a correction, in several layouts, against the dense result and against one rank.
+"""Worker: losses x aggregations with a correction, in several layouts, against the dense result and against
+one rank.
 
-Arguments: model folder, file with the dense results, file with the metrics of one rank (written by a launch of one rank), then cases
+Arguments: model folder, file with the dense results, file with the metrics of one rank (written by a launch
+    of one rank), then cases
 `layout:all` (every loss and aggregation of the dense results) or `layout:some`
 (every loss, another aggregation for each).
 """
@@ -41,11 +43,26 @@ TOLERANCE = 1e-5  # relative, float32 against float64
 
 def make_config(folder: Path, loss: str, aggregation: str) -> Config:
     low, high = dense.CLIP[loss]
-    correction = {"importance": "sequence", "importance_cap": dense.CAP, "band_low": dense.BAND[0], "band_high": dense.BAND[1]}
+    correction = {
+        "importance": "sequence",
+        "importance_cap": dense.CAP,
+        "band_low": dense.BAND[0],
+        "band_high": dense.BAND[1],
+    }
     correction |= {"reject": "geometric", "reject_low": dense.REJECT[0], "reject_high": dense.REJECT[1]}
-    algorithm = {"loss": loss, "aggregation": aggregation, "clip_low": low, "clip_high": high, "advantage_std_epsilon": 0.0}
+    algorithm = {
+        "loss": loss,
+        "aggregation": aggregation,
+        "clip_low": low,
+        "clip_high": high,
+        "advantage_std_epsilon": 0.0,
+    }
     algorithm |= {"aggregation_constant": dense.CONSTANT} if aggregation == "constant" else {}
-    algorithm |= {"kl": {"coef": dense.KL_COEF, "estimator": "k3"}, "entropy_coef": dense.ENTROPY_COEF, "correction": correction}
+    algorithm |= {
+        "kl": {"coef": dense.KL_COEF, "estimator": "k3"},
+        "entropy_coef": dense.ENTROPY_COEF,
+        "correction": correction,
+    }
     return Config.model_validate(
         {
             "model": {"path": str(folder)},
@@ -68,13 +85,20 @@ def make_config(folder: Path, loss: str, aggregation: str) -> Config:
 def make_rollouts(vocab_size: int, rollout_logprobs: dict) -> StepRollouts:
     """The dense rows, each held by one rank only."""
     rows = dense.make_rows(vocab_size)
-    prompts = [Prompt(group, "", next(row.prompt for row in rows if row.group == group)) for group in range(dense.GROUPS)]
+    prompts = [
+        Prompt(group, "", next(row.prompt for row in rows if row.group == group))
+        for group in range(dense.GROUPS)
+    ]
     records, local = {}, {}
     for number, row in enumerate(rows):
         source = number % dist.get_world_size()
-        records[row.key] = CompletionRecord(row.key, source, len(row.tokens), row.finish, Reward(row.reward, {"unused": row.reward}), 0)
+        records[row.key] = CompletionRecord(
+            row.key, source, len(row.tokens), row.finish, Reward(row.reward, {"unused": row.reward}), 0
+        )
         if source == dist.get_rank():
-            local[row.key] = Completion(*row.key, row.tokens, rollout_logprobs[row.key], row.finish, ((0, 0),), "")
+            local[row.key] = Completion(
+                *row.key, row.tokens, rollout_logprobs[row.key], row.finish, ((0, 0),), ""
+            )
     return StepRollouts(prompts, records, local, dense.COMPLETIONS)
 
 
@@ -93,7 +117,10 @@ def run_case(
     actor = Actor(load(), config.optimizer)
     exporter = WeightExporter(actor.model)
     rules = PackingRules(
-        48, token_alignment(parallel, "fp32"), min_microbatches=layout.min_microbatches, microbatch_multiple=layout.microbatch_multiple
+        48,
+        token_alignment(parallel, "fp32"),
+        min_microbatches=layout.min_microbatches,
+        microbatch_multiple=layout.microbatch_multiple,
     )
     builder = MicroBatchBuilder(DEVICE, rules, 0, False, layout.cp, groups.cp_rank)
     algorithm = Algorithm(config.algorithm, dense.COMPLETIONS, dense.LIMIT)
@@ -106,13 +133,19 @@ def run_case(
         metrics.append(dict(update))
         gradients.append(export_gradients(actor, exporter))
 
-    result = updater.run(make_rollouts(hf.vocab_size, rollout_logprobs), lambda k: config.optimizer.lr, collect)
+    result = updater.run(
+        make_rollouts(hf.vocab_size, rollout_logprobs), lambda k: config.optimizer.lr, collect
+    )
     return result, metrics, gradients
 
 
 def export_gradients(actor: Actor, exporter: WeightExporter) -> dict[str, torch.Tensor]:
-    """Full gradients by HF name: each rank's reduced part gathered, then exported in the place of the weights."""
-    for buffer in (buffer for chunk in actor.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+    """Full gradients by HF name: each rank's reduced part gathered, then exported in the place of the
+    weights.
+    """
+    for buffer in (
+        buffer for chunk in actor.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ):
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -128,7 +161,9 @@ def export_gradients(actor: Actor, exporter: WeightExporter) -> dict[str, torch.
 
 
 def check_gap(name: str, result: UpdateResult, vocab_size: int, rollout_logprobs: dict) -> dict[str, float]:
-    """Whether the token that is named is that token; which one it is may differ, since several are equally far off."""
+    """Whether the token that is named is that token; which one it is may differ, since several are equally
+    far off.
+    """
     gap = result.logprob_gap
     row = next(row for row in dense.make_rows(vocab_size) if row.key == gap.key)
     assert gap.token_id == row.tokens[gap.position], name
@@ -137,24 +172,34 @@ def check_gap(name: str, result: UpdateResult, vocab_size: int, rollout_logprobs
 
 
 def close(value: float, expected: float, aggregation: str) -> bool:
-    # Sums of signed terms nearly cancel, and float32 rounds the terms, not the sum: they are of size 0.1 to 1 in a mean over tokens,
-    # some seven tokens together under `sequence_sum`.
-    return abs(value - expected) <= TOLERANCE * max(abs(expected), 0.7 if aggregation == "sequence_sum" else 0.1)
+    # Sums of signed terms nearly cancel, and float32 rounds the terms, not the sum: they are of size 0.1 to 1
+    # in a mean over tokens, some seven tokens together under `sequence_sum`.
+    return abs(value - expected) <= TOLERANCE * max(
+        abs(expected), 0.7 if aggregation == "sequence_sum" else 0.1
+    )
 
 
-def check(name: str, expected: dict, result: UpdateResult, metrics: list[dict], gradients: list[dict]) -> None:
+def check(
+    name: str, expected: dict, result: UpdateResult, metrics: list[dict], gradients: list[dict]
+) -> None:
     """Compare with the dense result."""
     aggregation = name.split()[-1]
     assert result.trained_tokens == expected["trained_tokens"], name
-    for number, (got, gradient, update, want) in enumerate(zip(metrics, gradients, result.applied, expected["updates"], strict=True)):
+    for number, (got, gradient, update, want) in enumerate(
+        zip(metrics, gradients, result.applied, expected["updates"], strict=True)
+    ):
         assert close(update.grad_norm, want["grad_norm"], aggregation), (
             f"{name} update {number}: grad-norm {update.grad_norm}, not {want['grad_norm']}"
         )
         for metric, value in want["metrics"].items():
-            assert close(got[metric], value, aggregation), f"{name} update {number}: {metric} {got[metric]} instead of {value}"
+            assert close(got[metric], value, aggregation), (
+                f"{name} update {number}: {metric} {got[metric]} instead of {value}"
+            )
         for tensor, value in want["gradients"].items():
             error = float((gradient[tensor] - value).norm() / value.norm())
-            assert error <= TOLERANCE, f"{name} update {number}: the gradient of {tensor} is off by {error:.1e}"
+            assert error <= TOLERANCE, (
+                f"{name} update {number}: the gradient of {tensor} is off by {error:.1e}"
+            )
 
 
 def main() -> None:
@@ -168,13 +213,19 @@ def main() -> None:
         groups = build_groups(ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes), timeout_seconds=120)
         for algorithm in expected["results"] if amount == "all" else dense.SOME:
             name = f"{layout_name} {' '.join(algorithm)}"
-            result, metrics, gradients = run_case(folder, make_config(folder, *algorithm), groups, parallel, expected["rollout_logprobs"])
+            result, metrics, gradients = run_case(
+                folder, make_config(folder, *algorithm), groups, parallel, expected["rollout_logprobs"]
+            )
             check(name, expected["results"][algorithm], result, metrics, gradients)
-            got = result.metrics | check_gap(name, result, read_hf_config(folder).vocab_size, expected["rollout_logprobs"])
+            got = result.metrics | check_gap(
+                name, result, read_hf_config(folder).vocab_size, expected["rollout_logprobs"]
+            )
             alone = one_rank.setdefault(algorithm, got)
             assert alone.keys() == got.keys(), f"{name}: {alone.keys() ^ got.keys()}"
             for metric, value in alone.items():
-                assert close(got[metric], value, algorithm[1]), f"{name}: {metric} {got[metric]}, on one rank {value}"
+                assert close(got[metric], value, algorithm[1]), (
+                    f"{name}: {metric} {got[metric]}, on one rank {value}"
+                )
         destroy_groups()
     if not single.is_file():
         torch.save(one_rank, single)

@@ -11,7 +11,9 @@ from megagrpo.algorithms.advantages import ADVANTAGES, compute_advantages
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import UserError
 
-REWARDS = torch.tensor([[0.1, 0.9, 0.4, 0.4], [1.0, 0.0, 0.0, 7.0], [2.0, 2.5, -1.0, 0.0]], dtype=torch.float64)
+REWARDS = torch.tensor(
+    [[0.1, 0.9, 0.4, 0.4], [1.0, 0.0, 0.0, 7.0], [2.0, 2.5, -1.0, 0.0]], dtype=torch.float64
+)
 VALID = torch.tensor([[True, True, True, True], [True, True, True, False], [True, False, True, True]])
 LENGTHS = torch.tensor([[3, 9, 1, 4], [5, 5, 2, 8], [10, 1, 20, 6]])
 EXACT_STD = {"advantage_std_floor": "max", "advantage_std_epsilon": 0.0}
@@ -19,7 +21,10 @@ GROUP_BASELINES = [name for name in ADVANTAGES.names() if ADVANTAGES.get(name).g
 
 
 def valid_rows(values=REWARDS):
-    return [[float(x) for x, ok in zip(row, mask, strict=True) if ok] for row, mask in zip(values, VALID, strict=True)]
+    return [
+        [float(x) for x, ok in zip(row, mask, strict=True) if ok]
+        for row, mask in zip(values, VALID, strict=True)
+    ]
 
 
 def run(name, rewards=REWARDS, valid=VALID, **options):
@@ -43,7 +48,9 @@ def test_grpo_standardises_the_valid_members_of_each_group(kind, std):
 def test_std_floor_is_added_or_taken_as_the_larger():
     row = valid_rows()[0]
     added = run("grpo", config={"advantage_std_floor": "add", "advantage_std_epsilon": 0.5}).advantages[0]
-    assert added.tolist() == pytest.approx([(r - statistics.mean(row)) / (statistics.pstdev(row) + 0.5) for r in row])
+    assert added.tolist() == pytest.approx(
+        [(r - statistics.mean(row)) / (statistics.pstdev(row) + 0.5) for r in row]
+    )
     larger = run("grpo", config={"advantage_std_floor": "max", "advantage_std_epsilon": 0.5}).advantages[0]
     assert larger.tolist() == pytest.approx([(r - statistics.mean(row)) / 0.5 for r in row])
 
@@ -53,7 +60,9 @@ def test_dr_grpo_centres_without_scaling():
 
 
 def test_rloo_compares_with_the_mean_of_the_others():
-    expected = [[r - statistics.mean(row[:i] + row[i + 1 :]) for i, r in enumerate(row)] for row in valid_rows()]
+    expected = [
+        [r - statistics.mean(row[:i] + row[i + 1 :]) for i, r in enumerate(row)] for row in valid_rows()
+    ]
     assert_rows(run("rloo").advantages, expected)
 
 
@@ -107,7 +116,9 @@ def test_gdpo_keeps_apart_what_the_sum_of_rewards_merges():
 
 @pytest.mark.parametrize(("n", "c", "k"), [(6, 2, 3), (5, 1, 2), (4, 3, 2), (8, 4, 4)])
 def test_pass_at_k_is_the_mean_over_all_subsets(n, c, k):
-    """The closed form equals the enumeration it stands for: standardised success, averaged over the k-subsets that hold i."""
+    """The closed form equals the enumeration it stands for: standardised success, averaged over the
+    k-subsets that hold i.
+    """
     success = [1.0] * c + [0.0] * (n - c)
     subsets = list(itertools.combinations(range(n), k))
     outcome = {s: max(success[i] for i in s) for s in subsets}
@@ -116,7 +127,12 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n, c, k):
     if std > 0:
         expected = [statistics.mean((outcome[s] - mean) / std for s in subsets if i in s) for i in range(n)]
     rewards = torch.tensor([success])
-    result = run("pass_at_k", rewards, torch.ones_like(rewards, dtype=torch.bool), config={"advantage_options": {"k": k}})
+    result = run(
+        "pass_at_k",
+        rewards,
+        torch.ones_like(rewards, dtype=torch.bool),
+        config={"advantage_options": {"k": k}},
+    )
     assert result.advantages[0].tolist() == pytest.approx(expected, abs=1e-12)
 
 
@@ -171,7 +187,11 @@ def test_nan_of_an_invalid_completion_is_ignored():
     ("change", "message"),
     [
         ({"rewards": REWARDS.clone().index_fill(1, torch.tensor([2]), math.nan)}, r"rewards\[0, 2\]: nan"),
-        ({"rewards": torch.tensor([[1.0, math.inf]]), "valid": torch.ones(1, 2, dtype=torch.bool)}, r"rewards\[0, 1\]: inf"),
+        (
+            {"rewards": torch.tensor([[1.0, math.inf]]), "valid": torch.ones(1, 2, dtype=torch.bool)},
+            r"rewards\[0, "
+            r"1\]: inf",
+        ),
         ({"valid": VALID[:2]}, r"valid: shape \[2, 4\], but rewards has \[3, 4\]"),
         ({"valid": VALID.long()}, "valid: torch.int64; must be bool"),
         ({"rewards": REWARDS[0]}, r"rewards: shape \[4\]"),
@@ -179,8 +199,14 @@ def test_nan_of_an_invalid_completion_is_ignored():
         ({"name": "opo"}, "needs the completions' lengths"),
         ({"name": "opo", "lengths": LENGTHS[:, :3]}, r"lengths: shape \[3, 3\]"),
         ({"name": "gdpo"}, "reward_parts"),
-        ({"name": "gdpo", "reward_parts": REWARDS[:, :, None], "part_weights": torch.ones(2)}, "part_weights: 2 weights for 1 rewards"),
-        ({"name": "rloo", "rewards": torch.ones(3, 1), "valid": torch.ones(3, 1, dtype=torch.bool)}, "completions_per_prompt is 1"),
+        (
+            {"name": "gdpo", "reward_parts": REWARDS[:, :, None], "part_weights": torch.ones(2)},
+            "part_weights: 2 weights for 1 rewards",
+        ),
+        (
+            {"name": "rloo", "rewards": torch.ones(3, 1), "valid": torch.ones(3, 1, dtype=torch.bool)},
+            "completions_per_prompt is 1",
+        ),
         ({"name": "gpro"}, "did you mean grpo"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The one reducer against plain loops over a ragged mini-batch, and its invariance to how the batch is split."""
+"""The one reducer against plain loops over a ragged mini-batch, and its invariance to how the batch is
+split.
+"""
 
 import pytest
 import torch
@@ -40,7 +42,9 @@ def make_losses():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("split", [1, 2, 3, 8])
 def test_loss_equals_the_loop_for_any_split_into_micro_batches(mode, split):
-    """The weights come from the whole mini-batch, so the sum over micro-batches is the loss: nothing depends on the split."""
+    """The weights come from the whole mini-batch, so the sum over micro-batches is the loss: nothing
+    depends on the split.
+    """
     values, per_sequence = make_losses()
     weights = compute_token_weights(torch.tensor(LENGTHS), torch.tensor(GROUPS), mode, CONSTANT)
     token_weights = weights.repeat_interleave(torch.tensor(LENGTHS))
@@ -60,7 +64,9 @@ def test_loss_equals_the_loop_for_any_split_into_micro_batches(mode, split):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_mini_batch_without_a_valid_token_gives_zero_weights_not_nan(mode):
-    weights = compute_token_weights(torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1]), mode, CONSTANT)
+    weights = compute_token_weights(
+        torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1]), mode, CONSTANT
+    )
     assert weights.tolist() == [0.0, 0.0, 0.0]
 
 
@@ -68,7 +74,9 @@ def test_mini_batch_without_a_valid_token_gives_zero_weights_not_nan(mode):
 def test_sequence_without_tokens_never_counts(mode):
     full = compute_token_weights(torch.tensor(LENGTHS), torch.tensor(GROUPS), mode, CONSTANT)
     present = torch.tensor(LENGTHS) > 0
-    alone = compute_token_weights(torch.tensor(LENGTHS)[present], torch.tensor(GROUPS)[present], mode, CONSTANT)
+    alone = compute_token_weights(
+        torch.tensor(LENGTHS)[present], torch.tensor(GROUPS)[present], mode, CONSTANT
+    )
     assert torch.equal(full[present], alone) and full[~present].eq(0).all()
 
 

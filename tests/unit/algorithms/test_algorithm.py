@@ -47,7 +47,9 @@ def test_correction_weights_scale_the_policy_term_alone():
     algorithm = build(kl={"coef": 0.2}, correction={"importance": "token"})
     weights, reference = torch.rand(6).double(), torch.full((6,), -0.5).double()
     plain = algorithm.token_loss(make_inputs(algorithm.config, ref_logprobs=reference))
-    corrected = algorithm.token_loss(make_inputs(algorithm.config, ref_logprobs=reference, correction_weights=weights))
+    corrected = algorithm.token_loss(
+        make_inputs(algorithm.config, ref_logprobs=reference, correction_weights=weights)
+    )
     assert torch.allclose(corrected.terms["policy"], plain.terms["policy"] * weights)
     assert torch.equal(corrected.terms["kl"], plain.terms["kl"])
 
@@ -84,12 +86,17 @@ def test_missing_input_is_named(values, field):
         ({"old_logprobs": "engine"}, False, False, True),
         ({"loss": "policy_gradient"}, False, False, True),
         ({"loss": "policy_gradient", "correction": {"importance": "token"}}, False, True, True),
-        ({"correction": {"band_high": 5.0}}, False, True, False),  # a skipped completion's masked tokens would count
+        # a skipped completion's masked tokens would count
+        ({"correction": {"band_high": 5.0}}, False, True, False),
     ],
 )
 def test_trainer_is_told_what_is_needed(values, reference, old, skip):
     algorithm = build(**values)
-    assert (algorithm.needs_reference, algorithm.needs_old_logprobs, algorithm.can_skip_zero_advantage) == (reference, old, skip)
+    assert (algorithm.needs_reference, algorithm.needs_old_logprobs, algorithm.can_skip_zero_advantage) == (
+        reference,
+        old,
+        skip,
+    )
 
 
 def test_rejections_are_known_before_the_advantages():
@@ -99,7 +106,9 @@ def test_rejections_are_known_before_the_advantages():
 
 def test_overlong_shaping_falls_back_to_a_fifth_of_the_limit():
     lengths, cut = torch.tensor([[80, 90]]), torch.tensor([[False, False]])
-    assert build(overlong={"penalty": 1.0}).shape_rewards(torch.ones(1, 2), lengths, cut).tolist() == [[1.0, 0.5]]
+    assert build(overlong={"penalty": 1.0}).shape_rewards(torch.ones(1, 2), lengths, cut).tolist() == [
+        [1.0, 0.5]
+    ]
     rewards = torch.ones(1, 2)
     assert build().shape_rewards(rewards, lengths, cut) is rewards
 
@@ -139,7 +148,12 @@ def test_all_problems_are_reported_at_once():
         )
     text = str(caught.value)
     assert len(caught.value.problems) == 4
-    for part in ("did you mean ppo_clip", "grpo compares completions", "kk: not an option of grpo; it takes no options", "must be 1 to"):
+    for part in (
+        "did you mean ppo_clip",
+        "grpo compares completions",
+        "kk: not an option of grpo; it takes no options",
+        "must be 1 to",
+    ):
         assert part in text
 
 
@@ -151,8 +165,14 @@ def test_all_problems_are_reported_at_once():
         ({"loss_options": {"dual_clip": 0.5}}, "dual_clip: 0.5; must be above 1"),
         ({"loss": "sapo", "loss_options": {"tau_positive": 0.0}}, "must be above 0"),
         ({"advantages": "gdpo", "overlong": {"penalty": 1.0}}, "gdpo normalises each reward apart"),
-        ({"advantages": "gdpo", "kl": {"coef": 0.1, "placement": "reward"}}, "gdpo normalises each reward apart"),
-        ({"advantages": "pass_at_k", "advantage_options": {"k": 5}}, "k: 5; must be 1 to rollout.completions_per_prompt = 4"),
+        (
+            {"advantages": "gdpo", "kl": {"coef": 0.1, "placement": "reward"}},
+            "gdpo normalises each reward apart",
+        ),
+        (
+            {"advantages": "pass_at_k", "advantage_options": {"k": 5}},
+            "k: 5; must be 1 to rollout.completions_per_prompt = 4",
+        ),
     ],
 )
 def test_mistake_is_named_with_its_place(values, message):
@@ -178,7 +198,11 @@ def test_loss_is_found_by_the_place_of_its_function(tmp_path, monkeypatch):
     algorithm = build(loss=f"{tmp_path}/mine.py:scaled", loss_options={"scale": 2.0})
     inputs = make_inputs(algorithm.config)
     assert torch.equal(algorithm.token_loss(inputs).loss, -2 * inputs.advantages * inputs.actor_logprobs)
-    with pytest.raises(ConfigError, match=r"algorithm\.loss: .*mine\.py:plain: the function is not registered as a loss"):
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm\.loss: .*mine\.py:plain: the function is not "
+        r"registered as a loss",
+    ):
         build(loss=f"{tmp_path}/mine.py:plain")
     with pytest.raises(ConfigError, match=r"algorithm\.loss: .*no file"):
         build(loss=f"{tmp_path}/missing.py:plain")

@@ -9,7 +9,10 @@ VALUES = torch.tensor([3.0, -1.0, 4.0, 1.0, -5.0])
 
 
 def measure_all(values):
-    return {name: measure(name, values) for name in ("ratio", "ratio_max", "ratio_min", "loss", "rollout_gap/age_1")}
+    return {
+        name: measure(name, values)
+        for name in ("ratio", "ratio_max", "ratio_min", "loss", "rollout_gap/age_1")
+    }
 
 
 def test_mean_is_over_values_and_not_over_micro_batches():
@@ -31,7 +34,9 @@ def test_metric_without_a_value_is_left_out():
 
 def test_clip_fraction_adds_its_sides():
     flags = torch.tensor([True, False, False, False])
-    results = finalize_metrics({name: measure(name, flags) for name in ("clip_fraction_low", "clip_fraction_high")})
+    results = finalize_metrics(
+        {name: measure(name, flags) for name in ("clip_fraction_low", "clip_fraction_high")}
+    )
     assert results["clip_fraction"] == 0.5
 
 

@@ -60,7 +60,11 @@ def test_geometric_rejection_judges_the_mean_log_ratio():
 
 def test_product_rejection_judges_the_sum_of_log_ratios():
     result = correct(reject="product", reject_low=0.2, reject_high=3.0)
-    assert result.rejected.tolist() == [not 0.2 <= math.exp(sum(row)) <= 3.0 for row in by_sequence()] == [True, False, True]
+    assert (
+        result.rejected.tolist()
+        == [not 0.2 <= math.exp(sum(row)) <= 3.0 for row in by_sequence()]
+        == [True, False, True]
+    )
 
 
 def test_geometric_and_product_differ_on_long_sequences():
@@ -75,7 +79,9 @@ def test_one_tiny_token_ratio_vetoes_its_sequence():
 
 def test_product_that_overflows_every_float_is_still_judged_and_capped():
     rollout = torch.full((8,), -900.0).double()
-    result = correct(old=torch.zeros(8).double(), rollout=rollout, importance="sequence", reject="product", reject_high=1e6)
+    result = correct(
+        old=torch.zeros(8).double(), rollout=rollout, importance="sequence", reject="product", reject_high=1e6
+    )
     assert result.rejected.all() and result.weights.tolist() == pytest.approx([2.0] * 8)
 
 
@@ -85,7 +91,9 @@ def test_weights_carry_no_gradient():
 
 
 def test_sequence_statistics_use_the_given_sum():
-    """Under context parallelism the sums come from all ranks; here a rank holds the first half of the tokens."""
+    """Under context parallelism the sums come from all ranks; here a rank holds the first half of the
+    tokens.
+    """
     full = correct(importance="sequence", importance_cap=100.0, reject="geometric", reject_high=1.5)
     half, recorded = torch.arange(8) < 5, []
 
@@ -93,10 +101,16 @@ def test_sequence_statistics_use_the_given_sum():
         recorded.append(values.new_zeros(3).index_add(0, IDS, values))
         return recorded[-1]
 
-    correct(importance="sequence", importance_cap=100.0, reject="geometric", reject_high=1.5, sequence_sum=record)
+    correct(
+        importance="sequence", importance_cap=100.0, reject="geometric", reject_high=1.5, sequence_sum=record
+    )
     replies = iter(recorded)
-    config = CorrectionConfig(importance="sequence", importance_cap=100.0, reject="geometric", reject_high=1.5)
-    mine = compute_correction(OLD[half], ROLLOUT[half], IDS[half], 3, config, sequence_sum=lambda values: next(replies))
+    config = CorrectionConfig(
+        importance="sequence", importance_cap=100.0, reject="geometric", reject_high=1.5
+    )
+    mine = compute_correction(
+        OLD[half], ROLLOUT[half], IDS[half], 3, config, sequence_sum=lambda values: next(replies)
+    )
     assert torch.equal(mine.rejected, full.rejected)
     assert torch.equal(mine.keep, full.keep[half]) and torch.allclose(mine.weights, full.weights[half])
 
@@ -104,7 +118,9 @@ def test_sequence_statistics_use_the_given_sum():
 def test_diagnostics_equal_their_definitions():
     positions = torch.tensor([0, 63, 64, 0, 255, 256, 1024, 70000])
     age = torch.tensor([0, 0, 1, 2, 3, 9, 0, 1])
-    result = correct(importance="token", importance_cap=2.0, band_high=2.0, positions=positions, policy_age=age)
+    result = correct(
+        importance="token", importance_cap=2.0, band_high=2.0, positions=positions, policy_age=age
+    )
     got = finalize_metrics(result.diagnostics)
     gaps = [abs(u) for u in LOG_RATIOS]
     assert got["rollout_gap"] == pytest.approx(sum(gaps) / 8)
@@ -112,7 +128,9 @@ def test_diagnostics_equal_their_definitions():
     assert got["rollout_perplexity"] == pytest.approx(math.exp(-ROLLOUT.mean().item()))
     assert got["old_perplexity"] == pytest.approx(math.exp(-OLD.mean().item()))
     kept = [min(math.exp(u), 2.0) for u in LOG_RATIOS if math.exp(u) <= 2.0]
-    assert got["effective_sample_fraction"] == pytest.approx(sum(kept) ** 2 / (len(kept) * sum(w * w for w in kept)))
+    assert got["effective_sample_fraction"] == pytest.approx(
+        sum(kept) ** 2 / (len(kept) * sum(w * w for w in kept))
+    )
     assert got["correction_masked_fraction"] == pytest.approx(2 / 8)
     assert got["rollout_gap/position_0"] == pytest.approx((gaps[0] + gaps[1] + gaps[3]) / 3)
     assert got["rollout_gap/position_64"] == pytest.approx((gaps[2] + gaps[4]) / 2)
@@ -122,7 +140,8 @@ def test_diagnostics_equal_their_definitions():
 
 
 @pytest.mark.parametrize(
-    ("name", "token", "value"), [("old_logprobs", 4, math.nan), ("rollout_logprobs", 3, 0.5), ("old_logprobs", 0, -math.inf)]
+    ("name", "token", "value"),
+    [("old_logprobs", 4, math.nan), ("rollout_logprobs", 3, 0.5), ("old_logprobs", 0, -math.inf)],
 )
 def test_broken_logprob_is_refused_with_token_and_sequence(name, token, value):
     spoiled = {"old_logprobs": OLD.clone(), "rollout_logprobs": ROLLOUT.clone()}

@@ -9,13 +9,17 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def run_python(*arguments):
-    result = subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def test_example_raises_the_probability_of_the_rewarded_token():
-    before, after = re.search(r"rewarded token: (\S+) -> (\S+)", run_python("examples/custom_algorithm.py")).groups()
+    before, after = re.search(
+        r"rewarded token: (\S+) -> (\S+)", run_python("examples/custom_algorithm.py")
+    ).groups()
     assert float(after) > float(before) + 0.05
 
 

@@ -14,15 +14,20 @@ FORMULAS = {"k1": lambda u: -u, "k2": lambda u: u * u / 2, "k3": lambda u: math.
 @pytest.mark.parametrize("estimator", FORMULAS)
 @pytest.mark.parametrize("u", [-8.0, -0.7, -1e-3, 0.0, 1e-3, 0.02, 0.7, 8.0])
 def test_estimator_equals_its_formula_in_float64(estimator, u):
-    got = estimate_kl(torch.tensor([-1.0 - u], dtype=torch.float64), torch.tensor([-1.0], dtype=torch.float64), estimator).item()
+    got = estimate_kl(
+        torch.tensor([-1.0 - u], dtype=torch.float64), torch.tensor([-1.0], dtype=torch.float64), estimator
+    ).item()
     assert got == pytest.approx(FORMULAS[estimator](u), rel=1e-7, abs=1e-15)
 
 
 @pytest.mark.parametrize("u", [1e-6, -1e-5, 1e-4, -1e-3, 9e-3, 1.1e-2, 0.1])
 def test_k3_near_equality_keeps_its_digits_in_float32(u):
-    """exp(u) - u - 1 in float32 is rounding noise here; the reference is the series, which float64 sums exactly enough."""
+    """exp(u) - u - 1 in float32 is rounding noise here; the reference is the series, which float64 sums
+    exactly enough.
+    """
     exact = sum(u**n / math.factorial(n) for n in range(2, 12))
-    tolerance = 2e-7 if abs(u) < 1e-2 else 3e-5  # above the series' range expm1(u) - u loses the digits that u^2/2 is smaller than u
+    # above the series' range expm1(u) - u loses the digits that u^2/2 is smaller than u
+    tolerance = 2e-7 if abs(u) < 1e-2 else 3e-5
     assert compute_k3(torch.tensor([u])).item() == pytest.approx(exact, rel=tolerance)
 
 
@@ -38,7 +43,9 @@ def test_k3_goes_on_along_its_tangent_and_never_loses_its_gradient(dtype):
     assert actor.grad.tolist() == pytest.approx([-slope] * 3, rel=1e-6)
 
 
-@pytest.mark.parametrize(("u", "expected"), [(-2.0, 1 - math.exp(-2.0)), (-1e-3, 1 - math.exp(-1e-3)), (3.0, 1 - math.exp(3.0))])
+@pytest.mark.parametrize(
+    ("u", "expected"), [(-2.0, 1 - math.exp(-2.0)), (-1e-3, 1 - math.exp(-1e-3)), (3.0, 1 - math.exp(3.0))]
+)
 def test_k3_gradient_is_one_minus_the_ratio(u, expected):
     actor = torch.tensor([-1.0 - u], dtype=torch.float64, requires_grad=True)
     estimate_kl(actor, torch.tensor([-1.0]).double(), "k3").backward()
@@ -46,8 +53,13 @@ def test_k3_gradient_is_one_minus_the_ratio(u, expected):
 
 
 def test_k3_is_unbiased_where_the_naive_log_ratio_is_noisy():
-    """Expectations over a full distribution: k1 and k3 both give the exact KL(pi || reference), abs and k2 do not."""
-    policy, reference = torch.tensor([0.7, 0.2, 0.1]).double().log(), torch.tensor([0.3, 0.3, 0.4]).double().log()
+    """Expectations over a full distribution: k1 and k3 both give the exact KL(pi || reference), abs and k2
+    do not.
+    """
+    policy, reference = (
+        torch.tensor([0.7, 0.2, 0.1]).double().log(),
+        torch.tensor([0.3, 0.3, 0.4]).double().log(),
+    )
     exact = (policy.exp() * (policy - reference)).sum().item()
     means = {name: (policy.exp() * estimate_kl(policy, reference, name)).sum().item() for name in FORMULAS}
     assert means["k1"] == pytest.approx(exact) and means["k3"] == pytest.approx(exact)

@@ -17,7 +17,9 @@ def paper_equation_13(length, limit=20480, cache=4096):
 
 def test_penalty_equals_the_papers_equation():
     lengths = [0, 1, 16384, 16385, 18432, 20479, 20480, 20481]
-    penalty = compute_overlong_penalty(torch.tensor(lengths), torch.zeros(8, dtype=torch.bool), 20480, 4096, 1.0)
+    penalty = compute_overlong_penalty(
+        torch.tensor(lengths), torch.zeros(8, dtype=torch.bool), 20480, 4096, 1.0
+    )
     assert penalty.tolist() == pytest.approx([paper_equation_13(length) for length in lengths])
 
 
@@ -29,7 +31,9 @@ def test_penalty_scales_and_a_cut_completion_gets_all_of_it():
 
 @pytest.mark.parametrize("buffer", [0, -1, 101])
 def test_buffer_of_zero_or_beyond_the_limit_is_refused(buffer):
-    with pytest.raises(UserError, match=f"buffer_tokens: {buffer}; must be 1 to rollout.max_new_tokens = 100"):
+    with pytest.raises(
+        UserError, match=f"buffer_tokens: {buffer}; must be 1 to rollout.max_new_tokens = 100"
+    ):
         compute_overlong_penalty(torch.tensor([1]), torch.tensor([False]), 100, buffer, 1.0)
 
 

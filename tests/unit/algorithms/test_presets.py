@@ -17,13 +17,17 @@ def resolve(**raw):
 
 
 def test_dapo_is_what_its_paper_says():
-    """arXiv 2503.14476: clip-higher 0.2 / 0.28, token-level loss within the group, dynamic sampling, soft overlong punishment over
-    the last 4096 of 20480 tokens, no KL."""
+    """arXiv 2503.14476: clip-higher 0.2 / 0.28, token-level loss within the group, dynamic sampling, soft
+    overlong punishment over the last 4096 of 20480 tokens, no KL."""
     config = resolve(algorithm={"preset": "dapo"}, rollout={"max_new_tokens": 20480})
     assert (config.clip_low, config.clip_high) == (0.2, 0.28)
     assert config.aggregation == "group_token_mean"
     assert config.dynamic_sampling.enabled
-    assert (config.overlong.penalty, config.overlong.buffer_tokens, config.overlong.mask) == (1.0, 4096, False)
+    assert (config.overlong.penalty, config.overlong.buffer_tokens, config.overlong.mask) == (
+        1.0,
+        4096,
+        False,
+    )
     assert config.kl.coef == 0.0 and config.entropy_coef == 0.0
     assert (config.advantages, config.loss) == ("grpo", "ppo_clip")
     assert not Algorithm(config, 16, 20480).needs_reference
@@ -31,7 +35,11 @@ def test_dapo_is_what_its_paper_says():
 
 def test_dr_grpo_divides_by_the_generation_budget():
     config = resolve(algorithm={"preset": "dr_grpo"}, rollout={"max_new_tokens": 3000})
-    assert (config.advantages, config.aggregation, config.aggregation_constant) == ("dr_grpo", "constant", 3000)
+    assert (config.advantages, config.aggregation, config.aggregation_constant) == (
+        "dr_grpo",
+        "constant",
+        3000,
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -42,18 +50,36 @@ def test_every_preset_builds_an_algorithm(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_values_of_the_user_win(name):
-    mine = {"preset": name, "clip_high": 0.31, "aggregation": "token_mean", "kl": {"coef": 0.5}, "overlong": {"buffer_tokens": 7}}
+    mine = {
+        "preset": name,
+        "clip_high": 0.31,
+        "aggregation": "token_mean",
+        "kl": {"coef": 0.5},
+        "overlong": {"buffer_tokens": 7},
+    }
     config = resolve(algorithm=mine)
-    assert (config.clip_high, config.aggregation, config.kl.coef, config.overlong.buffer_tokens) == (0.31, "token_mean", 0.5, 7)
+    assert (config.clip_high, config.aggregation, config.kl.coef, config.overlong.buffer_tokens) == (
+        0.31,
+        "token_mean",
+        0.5,
+        7,
+    )
     assert config.advantages == PRESETS[name]["advantages"]
 
 
 def test_input_is_left_untouched_and_other_sections_stay():
-    raw = {"algorithm": {"preset": "dapo", "kl": {"linear_above": 5.0}}, "rollout": {"max_new_tokens": 100}, "run": {"seed": 3}}
+    raw = {
+        "algorithm": {"preset": "dapo", "kl": {"linear_above": 5.0}},
+        "rollout": {"max_new_tokens": 100},
+        "run": {"seed": 3},
+    }
     before = copy.deepcopy(raw)
     resolved = apply_preset(raw)
     assert raw == before
-    assert resolved["run"] == {"seed": 3} and resolved["algorithm"]["kl"] == {"linear_above": 5.0, "coef": 0.0}
+    assert resolved["run"] == {"seed": 3} and resolved["algorithm"]["kl"] == {
+        "linear_above": 5.0,
+        "coef": 0.0,
+    }
 
 
 def test_presets_do_not_leak_into_each_other():
@@ -68,7 +94,10 @@ def test_without_a_preset_nothing_changes(raw):
 
 def test_mistake_in_the_limit_is_left_to_validation():
     assert (
-        apply_preset({"algorithm": {"preset": "dr_grpo"}, "rollout": {"max_new_tokens": "many"}})["algorithm"]["aggregation_constant"] > 0
+        apply_preset({"algorithm": {"preset": "dr_grpo"}, "rollout": {"max_new_tokens": "many"}})[
+            "algorithm"
+        ]["aggregation_constant"]
+        > 0
     )
 
 

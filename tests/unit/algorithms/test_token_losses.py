@@ -1,6 +1,8 @@
-"""Token losses against their papers' objectives, written as plain loops over sequences in float64 with autograd.
+"""Token losses against their papers' objectives, written as plain loops over sequences in float64 with
+autograd.
 
-Each reference is the objective of a whole group, 1/G sum_i ..., so value and gradient test the loss together with `sequence_mean`.
+Each reference is the objective of a whole group, 1/G sum_i ..., so value and gradient test the loss together
+with `sequence_mean`.
 """
 
 import math
@@ -65,7 +67,9 @@ def sapo_objective(ratios, advantage, logprobs):
 
 
 def gmpo_objective(ratios, advantage, logprobs):
-    """The paper's form: the geometric mean of |min(r A, clip(r) A)| with the sign of A; its clip range is (e^-low, e^high)."""
+    """The paper's form: the geometric mean of |min(r A, clip(r) A)| with the sign of A; its clip range is
+    (e^-low, e^high).
+    """
     product = 1.0
     for r in ratios:
         bounded = clip(r, math.exp(-LOW), math.exp(HIGH))
@@ -101,7 +105,9 @@ def naive_loss(objective, actor, old):
 
 
 def sequence_weights(sequence_ids):
-    weights = compute_token_weights(torch.tensor(LENGTHS), torch.zeros(len(LENGTHS), dtype=torch.int64), "sequence_mean")
+    weights = compute_token_weights(
+        torch.tensor(LENGTHS), torch.zeros(len(LENGTHS), dtype=torch.int64), "sequence_mean"
+    )
     return weights[sequence_ids]
 
 
@@ -127,7 +133,9 @@ def test_cases_reach_both_clip_sides_and_the_dual_clip():
     actor, old, sequence_ids = make_batch(spread=0.5)
     for name in ("ppo_clip", "gspo", "cispo", "gmpo"):
         options = {"loss_options": {"dual_clip": 1.5}} if name == "ppo_clip" else {}
-        results = finalize_metrics(LOSSES.get(name)(build_inputs(name, actor, old, sequence_ids, **options)).metrics)
+        results = finalize_metrics(
+            LOSSES.get(name)(build_inputs(name, actor, old, sequence_ids, **options)).metrics
+        )
         assert results["clip_fraction_high"] + results["clip_fraction_low"] > 0, name
         if name == "ppo_clip":
             assert min(results[f"clip_fraction_{side}"] for side in ("low", "high", "dual")) > 0
@@ -144,7 +152,8 @@ def test_gradient_at_ratio_one_is_reinforce(name):
 
 @pytest.mark.parametrize("name", LOSSES.names())
 def test_token_with_advantage_zero_adds_exactly_nothing(name):
-    actor, old, sequence_ids = make_batch(spread=40.0)  # ratios far beyond every bound, and beyond exp's range
+    # ratios far beyond every bound, and beyond exp's range
+    actor, old, sequence_ids = make_batch(spread=40.0)
     inputs = build_inputs(name, actor, old, sequence_ids)
     loss = LOSSES.get(name)(inputs).loss
     loss.sum().backward()
@@ -161,7 +170,14 @@ def test_ratio_is_against_the_old_policy_and_never_the_reference(name):
     algorithm = Algorithm(inputs.config, 5, 16)
     without = algorithm.token_loss(inputs).loss
     with_reference = LossInputs(
-        actor, old, inputs.advantages, sequence_ids, len(LENGTHS), inputs.config, ref_logprobs=old - 5, rollout_logprobs=old - 3
+        actor,
+        old,
+        inputs.advantages,
+        sequence_ids,
+        len(LENGTHS),
+        inputs.config,
+        ref_logprobs=old - 5,
+        rollout_logprobs=old - 3,
     )
     assert torch.equal(without, algorithm.token_loss(with_reference).loss)
     moved = LossInputs(actor, old - 0.05, inputs.advantages, sequence_ids, len(LENGTHS), inputs.config)
@@ -170,10 +186,11 @@ def test_ratio_is_against_the_old_policy_and_never_the_reference(name):
 
 @pytest.mark.parametrize("name", LOSSES.names())
 def test_sequences_cut_over_context_parallel_ranks_give_the_same_loss_and_gradient(name):
-    """Rank r holds every second token; `sequence_sum` returns the sums over both ranks, as an all-reduce would.
+    """Rank r holds every second token; `sequence_sum` returns the sums over both ranks, as an all-reduce
+    would.
 
-    Losses, and gradients of each rank's own tokens, must be those of the uncut batch: no backward communication is needed. A real
-    process group is not covered here.
+    Losses, and gradients of each rank's own tokens, must be those of the uncut batch: no backward
+    communication is needed. A real process group is not covered here.
     """
     actor, old, sequence_ids = make_batch()
     recorded, uncut_actor = [], actor.clone()
@@ -219,9 +236,14 @@ def test_rows_taken_alone_have_the_same_loss_unless_the_loss_needs_whole_sequenc
 def test_micro_batch_without_tokens_gives_an_empty_loss(name):
     empty = torch.zeros(0, requires_grad=True)
     inputs = LossInputs(
-        empty, torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64), 3, AlgorithmConfig(loss=name, kl={"coef": 0.1}),
+        empty,
+        torch.zeros(0),
+        torch.zeros(0),
+        torch.zeros(0, dtype=torch.int64),
+        3,
+        AlgorithmConfig(loss=name, kl={"coef": 0.1}),
         ref_logprobs=torch.zeros(0),
-    )  # fmt: skip
+    )
     loss, metrics = aggregate_loss(Algorithm(inputs.config, 4, 8).token_loss(inputs), torch.zeros(0))
     loss.backward()
     assert loss.item() == 0.0 and "ratio" not in finalize_metrics(metrics)
@@ -230,14 +252,20 @@ def test_micro_batch_without_tokens_gives_an_empty_loss(name):
 def test_ratio_beyond_its_limit_keeps_its_gradient():
     """exp(120) overflows float32; the loss of a token with a negative advantage must still push it down."""
     actor = torch.tensor([-1.0], requires_grad=True)
-    inputs = LossInputs(actor, torch.tensor([-121.0]), torch.tensor([-1.0]), torch.tensor([0]), 1, AlgorithmConfig())
+    inputs = LossInputs(
+        actor, torch.tensor([-121.0]), torch.tensor([-1.0]), torch.tensor([0]), 1, AlgorithmConfig()
+    )
     LOSSES.get("ppo_clip")(inputs).loss.sum().backward()
     assert math.isfinite(actor.grad.item()) and actor.grad.item() > 1e6
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("old_logprobs", torch.zeros(4)), ("advantages", torch.zeros(2)), ("sequence_ids", torch.zeros(1, dtype=torch.int64))],
+    [
+        ("old_logprobs", torch.zeros(4)),
+        ("advantages", torch.zeros(2)),
+        ("sequence_ids", torch.zeros(1, dtype=torch.int64)),
+    ],
 )
 def test_tensor_of_the_wrong_length_is_refused_by_name(field, value):
     good = {
@@ -264,4 +292,6 @@ def test_registered_loss_gets_its_options(monkeypatch):
 
     actor, old, sequence_ids = make_batch()
     inputs = build_inputs("test_scaled", actor, old, sequence_ids, loss_options={"scale": 3.0})
-    assert torch.equal(Algorithm(inputs.config, 5, 16).token_loss(inputs).loss, -3 * inputs.advantages * actor)
+    assert torch.equal(
+        Algorithm(inputs.config, 5, 16).token_loss(inputs).loss, -3 * inputs.advantages * actor
+    )

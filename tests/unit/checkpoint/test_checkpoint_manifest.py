@@ -23,7 +23,15 @@ def saved(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"shard a" * 1000)
     (tmp_path / "b.bin").write_bytes(b"")
     files = tuple(record_file(tmp_path, name) for name in ("a.bin", "b.bin"))
-    manifest = Manifest(step=3, weight_version=4, model={"layers": 2}, tokenizer={"tokens": 9}, layout={"tp": 2}, versions={}, files=files)
+    manifest = Manifest(
+        step=3,
+        weight_version=4,
+        model={"layers": 2},
+        tokenizer={"tokens": 9},
+        layout={"tp": 2},
+        versions={},
+        files=files,
+    )
     write_manifest(tmp_path, manifest)
     return tmp_path, manifest
 
@@ -34,7 +42,9 @@ def test_a_manifest_reads_back_equal(saved):
 
 
 def test_checksum_is_the_standard_crc_of_the_whole_file(tmp_path):
-    """CRC-32 of "123456789" is cbf43926 by its published check value; a file larger than one block agrees with zlib's one-shot value."""
+    """CRC-32 of "123456789" is cbf43926 by its published check value; a file larger than one block agrees
+    with zlib's one-shot value.
+    """
     (tmp_path / "check").write_bytes(b"123456789")
     assert checksum_file(tmp_path / "check") == "cbf43926"
     large = bytes(range(256)) * 20000

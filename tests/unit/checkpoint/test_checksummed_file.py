@@ -37,7 +37,9 @@ def test_a_disk_that_takes_less_at_once_gets_all_of_it(tmp_path):
 
         file._file = TakesFive()
         assert file.write(b"twelve bytes") == 12
-    assert (tmp_path / "slow").read_bytes() == b"twelve bytes" and checksum_file(tmp_path / "slow") == file.record().crc32
+    assert (tmp_path / "slow").read_bytes() == b"twelve bytes" and checksum_file(
+        tmp_path / "slow"
+    ) == file.record().crc32
 
 
 def test_a_file_that_cannot_be_finished_is_closed_and_told(tmp_path):

@@ -46,7 +46,9 @@ def test_retention_keeps_last_periodic_and_best(retention, scores, gone):
 @given(
     st.sets(st.integers(1, 200), min_size=1),
     st.dictionaries(st.integers(1, 200), st.floats(-1, 1)),
-    st.builds(Retention, st.integers(1, 5), st.integers(0, 50), st.integers(0, 3), st.sampled_from(["max", "min"])),
+    st.builds(
+        Retention, st.integers(1, 5), st.integers(0, 50), st.integers(0, 3), st.sampled_from(["max", "min"])
+    ),
 )
 def test_the_newest_stays_and_a_second_look_removes_nothing(steps, scores, retention):
     gone = removable(list(steps), scores, retention)

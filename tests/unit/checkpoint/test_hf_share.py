@@ -29,20 +29,31 @@ def reused_memory():
         memory.fill_(255)
 
 
-@pytest.mark.parametrize(("world_size", "share_bytes", "files"), [(1, 16, 1), (2, 1 << 20, 1), (2, 100, 2), (3, 150, 3), (4, 300, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "share_bytes", "files"),
+    [(1, 16, 1), (2, 1 << 20, 1), (2, 100, 2), (3, 150, 3), (4, 300, 2)],
+)
 def test_the_shares_of_all_ranks_are_the_whole_folder(tmp_path, world_size, share_bytes, files):
     for rank in range(world_size):
         share = collect_share(reused_memory(), Staging(), rank, world_size, share_bytes)
-        assert verify_files(tmp_path, [write_file(tmp_path, name, contents) for name, contents in share.items()]) == []
+        assert (
+            verify_files(tmp_path, [write_file(tmp_path, name, contents) for name, contents in share.items()])
+            == []
+        )
     paths = sorted((tmp_path / "hf").glob("*.safetensors"))
     loaded = {path.name: load_file(path) for path in paths}
     assert len(paths) == files
     found = {name: tensor for tensors in loaded.values() for name, tensor in tensors.items()}
     assert sum(len(tensors) for tensors in loaded.values()) == len(TENSORS)
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in TENSORS.items()
+    )
     if files == 1:
         assert [path.name for path in paths] == ["model.safetensors"]
     else:
         index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
         assert index["weight_map"] == {name: file for file, tensors in loaded.items() for name in tensors}
-        assert index["metadata"]["total_size"] == sum(tensor.numel() * tensor.element_size() for tensor in TENSORS.values())
+        assert index["metadata"]["total_size"] == sum(
+            tensor.numel() * tensor.element_size() for tensor in TENSORS.values()
+        )

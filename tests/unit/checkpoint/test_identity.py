@@ -37,6 +37,10 @@ def test_a_tokenizer_is_which_text_each_id_stands_for(character_tokenizer):
 def test_reference_weights_differ_by_file():
     saved = {"files": [["a", 5, "00000001"], ["b", 5, "00000002"], ["c", 5, "00000003"]]}
     own = {"files": [["a", 5, "00000001"], ["b", 6, "00000002"], ["c", 5, "00000004"], ["d", 1, "00000005"]]}
-    assert compare_weights(saved, own) == ["b: 6 bytes, then 5", "c: checksum 00000004, then 00000003", "d: was not there"]
+    assert compare_weights(saved, own) == [
+        "b: 6 bytes, then 5",
+        "c: checksum 00000004, then 00000003",
+        "d: was not there",
+    ]
     assert compare_weights(own, saved)[-1] == "d: missing"
     assert compare_weights(saved, saved) == []

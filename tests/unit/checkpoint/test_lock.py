@@ -26,7 +26,9 @@ time.sleep(120)
 @pytest.fixture
 def holder(tmp_path):
     """A process that holds the lock of tmp_path."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -38,7 +40,11 @@ def no_locks(*_):
 
 
 def test_a_live_holder_is_named_beside_this_process(holder, tmp_path):
-    with pytest.raises(UserError, match=rf"in use by a live run \(process {holder.pid} on .*this is process {os.getpid()} on"):
+    with pytest.raises(
+        UserError,
+        match=rf"in use by a live run \(process {holder.pid} on .*this is process "
+        rf"{os.getpid()} on",
+    ):
         RunLock(tmp_path).acquire()
 
 

@@ -22,7 +22,14 @@ def test_equal_configurations_have_no_changes():
 
 @pytest.mark.parametrize(
     "override",
-    ["run.steps=77", "run.dir=elsewhere", "parallel.pp=2", "evaluation.every=3", "checkpoint.keep_last=9", "telemetry.tensorboard=false"],
+    [
+        "run.steps=77",
+        "run.dir=elsewhere",
+        "parallel.pp=2",
+        "evaluation.every=3",
+        "checkpoint.keep_last=9",
+        "telemetry.tensorboard=false",
+    ],
 )
 def test_where_and_how_fast_may_change(override):
     changes = changes_by(override)
@@ -32,7 +39,14 @@ def test_where_and_how_fast_may_change(override):
 
 @pytest.mark.parametrize(
     "override",
-    ["run.seed=5", "optimizer.lr=1e-2", "algorithm.loss=gspo", "rollout.temperature=0.5", "data.shuffle=false", "precision.recipe=bf16"],
+    [
+        "run.seed=5",
+        "optimizer.lr=1e-2",
+        "algorithm.loss=gspo",
+        "rollout.temperature=0.5",
+        "data.shuffle=false",
+        "precision.recipe=bf16",
+    ],
 )
 def test_what_is_learned_may_not_change_unless_named(override):
     place = override.partition("=")[0]
@@ -62,5 +76,7 @@ def test_a_field_that_one_side_does_not_know_is_a_change():
 def test_nothing_that_is_learned_from_is_marked_free():
     """The sections of the algorithm, the optimizer, the data and the number format hold no free field."""
     free = set(free_places(Config))
-    assert not [place for place in free if place.split(".")[0] in ("algorithm", "optimizer", "data", "precision")]
+    assert not [
+        place for place in free if place.split(".")[0] in ("algorithm", "optimizer", "data", "precision")
+    ]
     assert "run.seed" not in free and "rewards.functions" not in free

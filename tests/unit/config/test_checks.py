@@ -30,7 +30,9 @@ def run_file(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
     path = tmp_path / "run.yaml"
-    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n")
+    path.write_text(
+        "model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n"
+    )
     return path
 
 
@@ -49,7 +51,8 @@ def test_defaults_have_no_problem(run_file):
         (
             6,
             ["parallel.tp=2", "parallel.pp=2"],
-            "parallel: 6 ranks are not a multiple of tp 2 * pp 2 = 4; on 6 ranks these work: tp 2, dp 3 | pp 2, dp 3 | dp 6",
+            "parallel: 6 ranks are not a multiple of tp 2 * pp 2 = 4; on 6 ranks these work: tp 2, dp 3 | "
+            "pp 2, dp 3 | dp 6",
         ),
         (
             4,
@@ -71,7 +74,8 @@ def test_defaults_have_no_problem(run_file):
         (
             2,
             ["parallel.cp=2", "update.max_tokens_per_microbatch=769", "data.max_prompt_tokens=513"],
-            "update.max_tokens_per_microbatch: 769 (768 in multiples of 4): one sequence can have data.max_prompt_tokens 513 + "
+            "update.max_tokens_per_microbatch: 769 (768 in multiples of 4): one sequence can have "
+            "data.max_prompt_tokens 513 + "
             "rollout.max_new_tokens 256 = 769 tokens",
         ),
         (
@@ -79,16 +83,22 @@ def test_defaults_have_no_problem(run_file):
             ["parallel.overlap_param_gather=true"],
             "parallel.overlap_param_gather: true: needs overlap_grad_reduce: true, whose buckets it gathers",
         ),
-        (1, ["parallel.sp=true"], "parallel.sp: true: shards activations over tp, which is 1; it needs tp > 1"),
+        (
+            1,
+            ["parallel.sp=true"],
+            "parallel.sp: true: shards activations over tp, which is 1; it needs tp > 1",
+        ),
         (
             1,
             ["update.mini_batches_per_step=5"],
-            "update.mini_batches_per_step: 5: does not divide rollout.prompts_per_step = 32; nearest that do: 4, 8",
+            "update.mini_batches_per_step: 5: does not divide rollout.prompts_per_step = 32; nearest that "
+            "do: 4, 8",
         ),
         (
             1,
             ["update.mini_batches_per_step=64"],
-            "update.mini_batches_per_step: 64: does not divide rollout.prompts_per_step = 32; nearest that do: 32",
+            "update.mini_batches_per_step: 64: does not divide rollout.prompts_per_step = 32; nearest that "
+            "do: 32",
         ),
         (
             4,
@@ -104,44 +114,68 @@ def test_defaults_have_no_problem(run_file):
         ),
         (
             2,
-            ["parallel.tp=2", "parallel.sp=true", "update.max_tokens_per_microbatch=769", "data.max_prompt_tokens=513"],
-            "update.max_tokens_per_microbatch: 769 (768 in multiples of 2): one sequence can have data.max_prompt_tokens 513 + "
+            [
+                "parallel.tp=2",
+                "parallel.sp=true",
+                "update.max_tokens_per_microbatch=769",
+                "data.max_prompt_tokens=513",
+            ],
+            "update.max_tokens_per_microbatch: 769 (768 in multiples of 2): one sequence can have "
+            "data.max_prompt_tokens 513 + "
             "rollout.max_new_tokens 256 = 769 tokens",
         ),
         (
             1,
             ["rollout.max_new_tokens=600"],
-            "rollout.max_new_tokens: 600: data.max_prompt_tokens 512 + rollout.max_new_tokens 600 = 1112 tokens, "
+            "rollout.max_new_tokens: 600: data.max_prompt_tokens 512 + rollout.max_new_tokens 600 = 1112 "
+            "tokens, "
             "but the model has 1024 positions (max_position_embeddings)",
         ),
-        (1, ["engine.max_prefill_tokens=100"], "engine.max_prefill_tokens: 100: one prompt can have data.max_prompt_tokens = 512"),
+        (
+            1,
+            ["engine.max_prefill_tokens=100"],
+            "engine.max_prefill_tokens: 100: one prompt can have data.max_prompt_tokens = 512",
+        ),
         (
             1,
             ["rollout.top_p=0.9", "rollout.top_k=20", "algorithm.old_logprobs=engine"],
-            "algorithm.old_logprobs: engine: with rollout.top_p 0.9 and top_k 20 the engine's log-probs are over the tokens it kept, "
+            "algorithm.old_logprobs: engine: with rollout.top_p 0.9 and top_k 20 the engine's log-probs are "
+            "over the tokens it kept, "
             "the actor's over all; take actor, or top_p 1 and top_k 0",
         ),
         (
             1,
             ["rollout.top_k=20", "rollout.max_logprob_gap=1e-4"],
-            "rollout.max_logprob_gap: 0.0001: with rollout.top_k 20 the engine's log-probs are over the tokens it kept, "
+            "rollout.max_logprob_gap: 0.0001: with rollout.top_k 20 the engine's log-probs are over the "
+            "tokens it kept, "
             "the actor's over all; leave it out, or take top_p 1 and top_k 0",
         ),
         (
             1,
             ["rollout.off_policy=one_step_off"],
-            "rollout.off_policy: one_step_off: completions come from older weights, and nothing corrects for it; set "
-            "algorithm.correction (say, importance: token), or algorithm.old_logprobs: engine, whose ratio holds the difference",
+            "rollout.off_policy: one_step_off: completions come from older weights, and nothing corrects "
+            "for it; set "
+            "algorithm.correction (say, importance: token), or algorithm.old_logprobs: engine, whose ratio "
+            "holds the difference",
         ),
-        (1, ["rollout.stop_token_ids=[7, 100, -1]"], "rollout.stop_token_ids: 100, -1: the model's token ids are 0 to 99"),
+        (
+            1,
+            ["rollout.stop_token_ids=[7, 100, -1]"],
+            "rollout.stop_token_ids: 100, -1: the model's token ids are 0 to 99",
+        ),
         (
             1,
             ["rollout.completions_per_prompt=1"],
-            "rollout.completions_per_prompt: 1: must be at least 2; algorithm.advantages grpo compares the completions of a group",
+            "rollout.completions_per_prompt: 1: must be at least 2; algorithm.advantages grpo compares the "
+            "completions of a group",
         ),
         (
             1,
-            ["rollout.completions_per_prompt=1", "algorithm.advantages=reinforce_pp", "algorithm.dynamic_sampling.enabled=true"],
+            [
+                "rollout.completions_per_prompt=1",
+                "algorithm.advantages=reinforce_pp",
+                "algorithm.dynamic_sampling.enabled=true",
+            ],
             "rollout.completions_per_prompt: 1: must be at least 2; algorithm.dynamic_sampling drops groups "
             "of equal rewards, so every group",
         ),
@@ -153,7 +187,8 @@ def test_defaults_have_no_problem(run_file):
         (
             1,
             ["run.steps=5", "update.mini_batches_per_step=2", "optimizer.warmup_steps=10"],
-            "optimizer.warmup_steps: 10: must be less than the 10 optimizer updates of the run (run.steps 5 * 2 mini-batches * 1 epochs)",
+            "optimizer.warmup_steps: 10: must be less than the 10 optimizer updates of the run (run.steps 5 "
+            "* 2 mini-batches * 1 epochs)",
         ),
         (
             1,
@@ -168,16 +203,25 @@ def test_defaults_have_no_problem(run_file):
         (
             1,
             ["precision.recipe=mxfp8"],
-            "precision.recipe: mxfp8: needs Transformer Engine on CUDA; missing here: an NVIDIA GPU and a CUDA build of torch and "
+            "precision.recipe: mxfp8: needs Transformer Engine on CUDA; missing here: an NVIDIA GPU and a "
+            "CUDA build of torch and "
             "Transformer Engine (pip install 'transformer-engine[pytorch]'); use fp32 or bf16",
         ),
         (1, ["model.path=nowhere"], "model.path: nowhere: no such folder"),
-        (1, ["model.path=."], "model.path: .: no config.json in it; an HF folder has config.json, safetensors and a tokenizer"),
+        (
+            1,
+            ["model.path=."],
+            "model.path: .: no config.json in it; an HF folder has config.json, safetensors and a tokenizer",
+        ),
         (1, ["model.tokenizer=nowhere"], "model.tokenizer: nowhere: no such folder"),
         (1, ["data.source=gone.jsonl"], "data.source: gone.jsonl: no such file"),
         (1, ["data.source=gone.py:rows"], "data.source: gone.py: no such file"),
         (1, ["rewards.functions.0.name=gone.py:score"], "rewards.functions.0.name: gone.py: no such file"),
-        (1, ["evaluation.sets=[{name: a, source: gone.jsonl}]"], "evaluation.sets.0.source: gone.jsonl: no such file"),
+        (
+            1,
+            ["evaluation.sets=[{name: a, source: gone.jsonl}]"],
+            "evaluation.sets.0.source: gone.jsonl: no such file",
+        ),
     ],
 )
 def test_each_mistake_is_one_line_with_its_arithmetic(run_file, world_size, overrides, line):
@@ -216,7 +260,8 @@ def test_token_counts_are_aligned_to_cp_and_tp_and_to_fp8_blocks(run_file):
         (["parallel.tp=3", "parallel.sp=true", "precision.recipe=mxfp8"], 96),
         (["parallel.cp=2"], 4),  # two chunks on each of two ranks
         (["parallel.cp=4", "parallel.tp=2"], 8),
-        (["parallel.cp=2", "parallel.tp=4", "parallel.sp=true"], 8),  # four tokens a rank: one for each tp rank
+        # four tokens a rank: one for each tp rank
+        (["parallel.cp=2", "parallel.tp=4", "parallel.sp=true"], 8),
         (["parallel.cp=2", "parallel.tp=3", "parallel.sp=true"], 12),
         (["parallel.cp=2", "precision.recipe=fp8_delayed"], 32),
     ):
@@ -226,7 +271,8 @@ def test_token_counts_are_aligned_to_cp_and_tp_and_to_fp8_blocks(run_file):
 
 def test_loading_and_checking_import_no_torch(run_file):
     code = (
-        "import sys; from megagrpo.config.load import load_config; from megagrpo.config.checks import verify_config; "
+        "import sys; from megagrpo.config.load import load_config; from megagrpo.config.checks import "
+        "verify_config; "
         "import megagrpo.planning.dry_run; "
         f"verify_config(load_config({str(run_file)!r}, ['algorithm.preset=null']), 1); "
         "sys.exit(int(bool({'torch', 'megatron', 'transformers'} & set(sys.modules))))"
@@ -237,7 +283,9 @@ def test_loading_and_checking_import_no_torch(run_file):
 def test_estimators_with_a_group_baseline_are_those_that_declare_one():
     from megagrpo.algorithms.advantages import ADVANTAGES
 
-    assert sorted(GROUP_BASELINES) == [name for name in ADVANTAGES.names() if ADVANTAGES.get(name).group_baseline]
+    assert sorted(GROUP_BASELINES) == [
+        name for name in ADVANTAGES.names() if ADVANTAGES.get(name).group_baseline
+    ]
 
 
 @pytest.mark.parametrize("preset", ["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo", "reinforce_pp"])
@@ -251,5 +299,7 @@ def test_every_preset_loads_passes_the_checks_and_reloads_unchanged(run_file, pr
 def test_an_unknown_preset_is_told_with_all_other_mistakes(run_file):
     with pytest.raises(ConfigError) as caught:
         load_config(run_file, ["algorithm.preset=dpo", "run.steps=0"])
-    assert caught.value.problems[0].startswith("algorithm.preset: 'dpo' is not a preset; did you mean dapo?; known: ")
+    assert caught.value.problems[0].startswith(
+        "algorithm.preset: 'dpo' is not a preset; did you mean dapo?; known: "
+    )
     assert caught.value.problems[1:] == ["run.steps: 0: must be at least 1"]

@@ -8,7 +8,8 @@ from megagrpo.config.engine_checks import check_engine
 from megagrpo.config.load import load_config
 
 MODEL = {
-    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 1024, "hidden_size": 384, "intermediate_size": 1024,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 1024, "hidden_size": 384,
+    "intermediate_size": 1024,
 }  # fmt: skip
 FP8 = ["engine.name=vllm", "engine.quantization=fp8_block", "precision.recipe=bf16"]
 
@@ -20,14 +21,22 @@ def problems_of(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
     path = tmp_path / "run.yaml"
-    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n")
-    return lambda world_size, *overrides: list(check_engine(load_config(path, list(overrides)), world_size, MODEL))
+    path.write_text(
+        "model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n"
+    )
+    return lambda world_size, *overrides: list(
+        check_engine(load_config(path, list(overrides)), world_size, MODEL)
+    )
 
 
 @pytest.mark.parametrize(
     ("world_size", "overrides", "expected"),
     [
-        (1, ["engine.replicas=2"], "engine.replicas: 2: engine.name transformers lives in the ranks, it has no server"),
+        (
+            1,
+            ["engine.replicas=2"],
+            "engine.replicas: 2: engine.name transformers lives in the ranks, it has no server",
+        ),
         (
             1,
             ["engine.sleep_while_training=true", "rollout.off_policy=one_step_off"],
@@ -36,22 +45,39 @@ def problems_of(tmp_path, monkeypatch):
         (
             1,
             ["weights.layout=sharded"],
-            "weights.layout: sharded: engine.name transformers lives in the ranks, weights are copied into it directly",
+            "weights.layout: sharded: engine.name transformers lives in the ranks, weights are copied into "
+            "it directly",
         ),
         (
             1,
             ["engine.name=vllm", "weights.probe_tokens=1020"],
             "weights.probe_tokens: 1020: with a prompt of 8, more than max_position_embeddings = 1024",
         ),
-        (1, ["engine.name=vllm", "engine.offline=true"], "engine.offline: true: engine.name vllm has no such form, sglang has"),
+        (
+            1,
+            ["engine.name=vllm", "engine.offline=true"],
+            "engine.offline: true: engine.name vllm has no such form, sglang has",
+        ),
         (
             1,
             ["engine.name=sglang", "engine.offline=true", "engine.addresses=['http://a:1']"],
             "engine.offline: true: engine.addresses names servers that run already",
         ),
-        (2, ["engine.name=vllm", "engine.replicas=3"], "engine.replicas: 3 replicas: at most one for each of the 2 ranks"),
-        (1, ["engine.name=vllm", "engine.addresses=[node1:8000]"], "engine.addresses.0: node1:8000: is not of the form http://HOST:PORT"),
-        (1, ["engine.name=vllm", "engine.addresses=['http://a:x']"], "engine.addresses.0: http://a:x: is not of the form http://HOST:PORT"),
+        (
+            2,
+            ["engine.name=vllm", "engine.replicas=3"],
+            "engine.replicas: 3 replicas: at most one for each of the 2 ranks",
+        ),
+        (
+            1,
+            ["engine.name=vllm", "engine.addresses=[node1:8000]"],
+            "engine.addresses.0: node1:8000: is not of the form http://HOST:PORT",
+        ),
+        (
+            1,
+            ["engine.name=vllm", "engine.addresses=['http://a:x']"],
+            "engine.addresses.0: http://a:x: is not of the form http://HOST:PORT",
+        ),
         (
             2,
             ["engine.name=vllm", "engine.replicas=3", "engine.addresses=['http://a:1','http://b:1']"],
@@ -60,7 +86,8 @@ def problems_of(tmp_path, monkeypatch):
         (
             1,
             ["engine.name=vllm", "engine.tensor_parallel=4"],
-            "engine.tensor_parallel: 4: does not divide the model's 6 attention heads and 2 key/value heads; these do: 1, 2, 6",
+            "engine.tensor_parallel: 4: does not divide the model's 6 attention heads and 2 key/value "
+            "heads; these do: 1, 2, 6",
         ),
         (
             1,
@@ -75,22 +102,26 @@ def problems_of(tmp_path, monkeypatch):
         (
             1,
             ["engine.name=vllm", "engine.start_timeout_seconds=600"],
-            "engine.start_timeout_seconds: 600: other ranks wait only run.collective_timeout_seconds = 600; take less",
+            "engine.start_timeout_seconds: 600: other ranks wait only run.collective_timeout_seconds = 600; "
+            "take less",
         ),
         (
             1,
             [*FP8, "precision.recipe=fp32"],
-            "engine.quantization: fp8_block: servers of such models compute in bfloat16; take precision.recipe bf16",
+            "engine.quantization: fp8_block: servers of such models compute in bfloat16; take "
+            "precision.recipe bf16",
         ),
         (
             1,
             [*FP8, "weights.layout=sharded"],
-            "engine.quantization: fp8_block: weights.layout sharded has no place for scales; take full, or auto, which is full then",
+            "engine.quantization: fp8_block: weights.layout sharded has no place for scales; take full, or "
+            "auto, which is full then",
         ),
         (
             1,
             [*FP8, "engine.tensor_parallel=2"],
-            "engine.quantization: fp8_block: an engine rank would hold query rows 192, key rows 64: no multiples of 128, the rows of a "
+            "engine.quantization: fp8_block: an engine rank would hold query rows 192, key rows 64: no "
+            "multiples of 128, the rows of a "
             "block",
         ),
         (
@@ -118,7 +149,11 @@ def test_a_mistake_is_told_with_what_is_allowed(problems_of, world_size, overrid
         ["weights.bucket_bytes=1000000"],
         FP8,
         ["engine.name=vllm", "engine.replicas=2", "engine.tensor_parallel=2", "engine.max_model_len=768"],
-        ["engine.name=vllm", "engine.addresses=['http://10.0.0.1:8000','https://[::1]:80']", "engine.options={block_size: 32}"],
+        [
+            "engine.name=vllm",
+            "engine.addresses=['http://10.0.0.1:8000','https://[::1]:80']",
+            "engine.options={block_size: 32}",
+        ],
     ],
 )
 def test_what_can_run_is_left_alone(problems_of, overrides):

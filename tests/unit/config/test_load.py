@@ -35,7 +35,9 @@ def problems_of(path, overrides=()):
         load_config(path, list(overrides))
     for line in caught.value.problems:
         assert "\n" not in line
-        assert not re.search(r"Input should|pydantic|https?:|Extra inputs|validation error|Field required", line)
+        assert not re.search(
+            r"Input should|pydantic|https?:|Extra inputs|validation error|Field required", line
+        )
     return caught.value.problems
 
 
@@ -47,7 +49,15 @@ def test_a_minimal_file_takes_defaults_for_the_rest(write):
 
 def test_overrides_win_over_the_file_and_are_read_as_yaml(write):
     path = write(MINIMAL + "optimizer: {lr: 0.1}\n")
-    config = load_config(path, ["optimizer.lr=3e-5", "update.packing=false", "rollout.stop=['\\n', '###']", "rewards.functions.0.weight=2"])
+    config = load_config(
+        path,
+        [
+            "optimizer.lr=3e-5",
+            "update.packing=false",
+            "rollout.stop=['\\n', '###']",
+            "rewards.functions.0.weight=2",
+        ],
+    )
     assert config.optimizer.lr == 3e-5
     assert config.update.packing is False
     assert config.rollout.stop == ("\\n", "###")
@@ -55,7 +65,10 @@ def test_overrides_win_over_the_file_and_are_read_as_yaml(write):
 
 
 def test_bases_merge_deeply_and_lists_replace(write):
-    write(MINIMAL + "rollout: {stop: [a, b], temperature: 0.5}\nalgorithm: {kl: {coef: 0.1}}\n", "shared/base.yaml")
+    write(
+        MINIMAL + "rollout: {stop: [a, b], temperature: 0.5}\nalgorithm: {kl: {coef: 0.1}}\n",
+        "shared/base.yaml",
+    )
     write("base: base.yaml\nalgorithm: {kl: {estimator: k1}}\n", "shared/middle.yaml")
     path = write("base: shared/middle.yaml\nrollout: {stop: [c]}\n")
     config = load_config(path)
@@ -77,7 +90,10 @@ def test_a_missing_base_names_the_file_that_asks_for_it(write):
 
 
 def test_all_mistakes_are_reported_at_once_in_plain_lines(write):
-    path = write("data: {source: x}\nalgorithm: {clip_hgh: 0.3}\nrollout: {temperature: -1, top_k: 2.5}\nrewards: {functions: []}\n")
+    path = write(
+        "data: {source: x}\nalgorithm: {clip_hgh: 0.3}\nrollout: {temperature: -1, top_k: "
+        "2.5}\nrewards: {functions: []}\n"
+    )
     lines = problems_of(path, ["optimizer.learning=1", "parallell.tp=2"])
     assert "model.path: missing" in lines
     assert "algorithm.clip_hgh: not a field; did you mean clip_high?" in lines
@@ -86,7 +102,9 @@ def test_all_mistakes_are_reported_at_once_in_plain_lines(write):
     assert "rewards.functions: []: must have at least one entry" in lines
     assert "parallell: not a field; did you mean parallel?" in lines
     (optimizer,) = [line for line in lines if line.startswith("optimizer.")]
-    assert optimizer.startswith("optimizer.learning: not a field; optimizer has lr, min_lr_fraction, warmup_steps")
+    assert optimizer.startswith(
+        "optimizer.learning: not a field; optimizer has lr, min_lr_fraction, warmup_steps"
+    )
     assert len(lines) == 7
 
 
@@ -107,16 +125,24 @@ def test_all_mistakes_are_reported_at_once_in_plain_lines(write):
         ("rollout.stop_token_ids=[1, a]", 'rollout.stop_token_ids.1: "a": must be a whole number'),
         (
             "precision.recipe=bf61",
-            'precision.recipe: "bf61": must be one of fp32, bf16, fp8_delayed, fp8_tensorwise, fp8_blockwise, mxfp8; did you mean bf16?',
+            'precision.recipe: "bf61": must be one of fp32, bf16, fp8_delayed, fp8_tensorwise, '
+            "fp8_blockwise, mxfp8; did you mean bf16?",
         ),
-        ("data=0.1", f"data: 0.1: must be a section with some of the fields {', '.join(DataConfig.model_fields)}"),
+        (
+            "data=0.1",
+            f"data: 0.1: must be a section with some of the fields {', '.join(DataConfig.model_fields)}",
+        ),
         ("algorithm.kl.coeff=1", "algorithm.kl.coeff: not a field; did you mean coef?"),
         ("run.dir.x=1", 'run.dir: {"x": 1}: must be a string'),
         ("rewards.functions.0.nam=x", "rewards.functions.0.nam: not a field; did you mean name?"),
-        ("rewards.functions.0.options=3", "rewards.functions.0.options: 3: must be a mapping of names to values"),
+        (
+            "rewards.functions.0.options=3",
+            "rewards.functions.0.options: 3: must be a mapping of names to values",
+        ),
         (
             "rewards.functions.4.name=x",
-            "rewards.functions.4.name: rewards.functions is a list of 1: its entries are rewards.functions.0 to rewards.functions.0",
+            "rewards.functions.4.name: rewards.functions is a list of 1: its entries are "
+            "rewards.functions.0 to rewards.functions.0",
         ),
         ("algorithm.loss_options={a: b}", 'algorithm.loss_options.a: "b": must be a number'),
         (
@@ -125,7 +151,10 @@ def test_all_mistakes_are_reported_at_once_in_plain_lines(write):
         ),
         ("steps", "steps: an override is written section.field=value"),
         ("rollout..x=1", "rollout..x=1: an override is written section.field=value"),
-        ("rollout.stop=[a", "rollout.stop, line 1, column 3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
+        (
+            "rollout.stop=[a",
+            "rollout.stop, line 1, column 3: not valid YAML: expected ',' or ']', but got '<stream end>'",
+        ),
     ],
 )
 def test_each_kind_of_mistake_reads_as_one_clear_line(write, override, line):
@@ -144,7 +173,10 @@ def test_an_empty_section_means_nothing_set(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("run: {steps: 1}\nrun: {steps: 2}\n", "line 2, column 1: not valid YAML: the key run is written twice"),
+        (
+            "run: {steps: 1}\nrun: {steps: 2}\n",
+            "line 2, column 1: not valid YAML: the key run is written twice",
+        ),
         ("- a\n", "must hold sections of fields"),
         ("run: [\n", "not valid YAML"),
         ("base: [a]\n", "base: must be the path of one file"),
@@ -173,7 +205,10 @@ def test_dumped_config_reloads_to_an_equal_config(write):
 def test_every_field_is_in_the_dump(write):
     dumped = parse_yaml(dump_config(load_config(write(MINIMAL))), "dump")
     assert list(dumped) == list(Config.model_fields)
-    assert all(list(dumped[name]) == list(field.annotation.model_fields) for name, field in Config.model_fields.items())
+    assert all(
+        list(dumped[name]) == list(field.annotation.model_fields)
+        for name, field in Config.model_fields.items()
+    )
 
 
 scalars = (
@@ -186,10 +221,24 @@ scalars = (
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8))
+@given(
+    st.recursive(
+        scalars,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=8,
+    )
+)
 def test_yaml_writing_and_reading_are_inverse(value):
     assert parse_yaml(format_yaml(value), "value") == value
 
 
 def test_numbers_are_read_as_yaml_1_2_says():
-    assert parse_yaml("[1e-6, 010, 1_000, 1:30, on, .5, -.inf]", "x") == [1e-6, 10, "1_000", "1:30", "on", 0.5, -math.inf]
+    assert parse_yaml("[1e-6, 010, 1_000, 1:30, on, .5, -.inf]", "x") == [
+        1e-6,
+        10,
+        "1_000",
+        "1:30",
+        "on",
+        0.5,
+        -math.inf,
+    ]

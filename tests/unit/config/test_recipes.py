@@ -16,7 +16,9 @@ def test_recipe_loads_and_its_sections_agree(path):
     config = load_config(path, [])
     world_size = config.parallel.tp * config.parallel.pp * 2
     missing = ("no such folder", "no such file", "no config.json")  # models and data that a user brings
-    problems = [line for line in check_config(config, world_size, None) if not any(text in line for text in missing)]
+    problems = [
+        line for line in check_config(config, world_size, None) if not any(text in line for text in missing)
+    ]
     assert problems == []
 
 

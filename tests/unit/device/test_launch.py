@@ -1,4 +1,6 @@
-"""Thread settings: each rank gets its share of the cores, the user's own values stay, and they can't come too late."""
+"""Thread settings: each rank gets its share of the cores, the user's own values stay, and they can't come
+too late.
+"""
 
 import subprocess
 import sys
@@ -8,7 +10,9 @@ import pytest
 from megagrpo.device.launch import set_deterministic_environment, set_thread_environment, thread_environment
 
 
-@pytest.mark.parametrize(("ranks", "cores", "threads"), [(1, 2, "2"), (2, 2, "1"), (4, 2, "1"), (4, 64, "16")])
+@pytest.mark.parametrize(
+    ("ranks", "cores", "threads"), [(1, 2, "2"), (2, 2, "1"), (4, 2, "1"), (4, 64, "16")]
+)
 def test_ranks_share_the_cores(ranks, cores, threads):
     assert thread_environment(ranks, cores)["OMP_NUM_THREADS"] == threads
 
@@ -25,14 +29,21 @@ def test_values_of_the_user_stay(monkeypatch):
 
 
 def test_setting_threads_after_torch_is_an_error():
-    """The OpenMP runtime has read its settings by then: silence would mean two ranks that spin on each other's cores."""
-    code = "import torch; from megagrpo.device.launch import set_thread_environment; set_thread_environment(2)"
+    """The OpenMP runtime has read its settings by then: silence would mean two ranks that spin on each
+    other's cores.
+    """
+    code = (
+        "import torch; from megagrpo.device.launch import set_thread_environment; set_thread_environment(2)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode != 0 and "must run before torch is imported" in done.stderr
 
 
 def test_importing_the_package_and_its_configuration_imports_no_torch():
-    code = "import sys, megagrpo.config.load, megagrpo.config.checks, megagrpo.train; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, megagrpo.config.load, megagrpo.config.checks, megagrpo.train; sys.exit('torch' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
 
 

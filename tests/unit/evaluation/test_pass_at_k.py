@@ -13,11 +13,14 @@ def test_pass_at_k_is_the_share_of_k_subsets_that_hold_a_right_sample(samples):
     for correct in range(samples + 1):
         for k in range(1, samples + 1):
             subsets = list(combinations([1] * correct + [0] * (samples - correct), k))
-            assert compute_pass_at_k(correct, samples, k) == pytest.approx(mean(max(subset) for subset in subsets), abs=1e-15)
+            assert compute_pass_at_k(correct, samples, k) == pytest.approx(
+                mean(max(subset) for subset in subsets), abs=1e-15
+            )
 
 
 def test_pass_at_k_stays_exact_for_many_samples():
-    # C(9999, 100) / C(10000, 100) = 9900 / 10000: the chance that the one right sample is not among 100 of 10,000
+    # C(9999, 100) / C(10000, 100) = 9900 / 10000: the chance that the one right sample is not among 100 of
+    # 10,000
     assert compute_pass_at_k(correct=1, samples=10_000, k=100) == pytest.approx(0.01, rel=1e-12)
 
 

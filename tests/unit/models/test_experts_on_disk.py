@@ -36,11 +36,18 @@ def test_every_rule_reads_the_same_slices_from_both(folders):
     for rule in rules:
         for name in rule.hf_names(1):
             for rank in range(2):
-                assert torch.equal(read_part(hub, name, rule, DIMS, 2, rank), read_part(fused, name, rule, DIMS, 2, rank)), name
+                assert torch.equal(
+                    read_part(hub, name, rule, DIMS, 2, rank), read_part(fused, name, rule, DIMS, 2, rank)
+                ), name
 
 
 def test_a_missing_expert_is_named(folders):
     with pytest.raises(UserError, match=r"model\.layers\.9\.mlp\.experts\.0\.up_proj\.weight is missing"):
         read_part(
-            SafetensorsFolder(folders[1]), "model.layers.9.mlp.experts.0.up_proj.weight", ParameterRule("x", ("y",), "row"), DIMS, 1, 0
+            SafetensorsFolder(folders[1]),
+            "model.layers.9.mlp.experts.0.up_proj.weight",
+            ParameterRule("x", ("y",), "row"),
+            DIMS,
+            1,
+            0,
         )

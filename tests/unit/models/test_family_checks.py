@@ -8,7 +8,8 @@ from megagrpo.errors import UserError
 from megagrpo.models.family import read_hf_config
 
 BASE = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "hidden_act": "silu",
 }  # fmt: skip
 
@@ -20,14 +21,29 @@ def read(tmp_path, **changes):
 
 def test_plain_config_is_read_with_defaults(tmp_path):
     hf = read(tmp_path)
-    assert (hf.head_dim, hf.num_query_groups, hf.rope_theta, hf.rope_type, hf.tie_word_embeddings) == (4, 2, 10000.0, "default", False)
+    assert (hf.head_dim, hf.num_query_groups, hf.rope_theta, hf.rope_type, hf.tie_word_embeddings) == (
+        4,
+        2,
+        10000.0,
+        "default",
+        False,
+    )
 
 
 def test_old_and_new_rope_fields_are_read_alike(tmp_path):
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     old = read(tmp_path, rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
     new = read(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
-    assert (old.rope_type, old.rope_theta, old.rope_parameters) == (new.rope_type, new.rope_theta, new.rope_parameters)
+    assert (old.rope_type, old.rope_theta, old.rope_parameters) == (
+        new.rope_type,
+        new.rope_theta,
+        new.rope_parameters,
+    )
 
 
 @pytest.mark.parametrize(

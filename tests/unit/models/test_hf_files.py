@@ -38,7 +38,9 @@ def test_a_truncated_file_is_named(tmp_path):
 
 
 def test_a_missing_shard_is_named(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"e": "model-00001-of-00002.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"e": "model-00001-of-00002.safetensors"}})
+    )
     with pytest.raises(UserError, match=r"model-00001-of-00002\.safetensors: no such safetensors file"):
         SafetensorsFolder(tmp_path).tensor_slice("e")
 

@@ -40,7 +40,8 @@ def visible_positions(trees):
     [
         [Tree(3, (2, 0, 4))],
         [Tree(5, ()), Tree(1, (1,)), Tree(2, (3, 3))],
-        [Tree(40, (130, 120)), Tree(7, (2, 9)), Tree(300, ()), Tree(10, (290,))],  # beyond the dense limit, and chains
+        # beyond the dense limit, and chains
+        [Tree(40, (130, 120)), Tree(7, (2, 9)), Tree(300, ()), Tree(10, (290,))],
         [Tree(4, (3,)), Tree(20, (30,)), Tree(4, (4,)), Tree(100, (60, 50))],  # several padded batches
     ],
 )
@@ -48,9 +49,13 @@ def test_tree_attention_equals_naive_attention_with_gradients(trees):
     torch.manual_seed(0)
     packed = PackedTrees(trees=tuple(trees))
     total = sum(tree.tokens for tree in trees)
-    attention = PackedTreeAttention(SimpleNamespace(kv_channels=DIM, params_dtype=torch.float64), 1, None, "self")
+    attention = PackedTreeAttention(
+        SimpleNamespace(kv_channels=DIM, params_dtype=torch.float64), 1, None, "self"
+    )
     query = torch.randn(total, 1, HEADS, DIM, dtype=torch.float64, requires_grad=True)
-    key, value = (torch.randn(total, 1, GROUPS, DIM, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    key, value = (
+        torch.randn(total, 1, GROUPS, DIM, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
     output = attention(query, key, value, packed_seq_params=packed)
     expected = naive(query[:, 0], key[:, 0], value[:, 0], visible_positions(trees))
     torch.testing.assert_close(output[:, 0], expected, rtol=1e-10, atol=1e-12)
@@ -64,18 +69,33 @@ def test_tree_attention_equals_naive_attention_with_gradients(trees):
 
 
 @pytest.mark.parametrize("cp", [2, 3])
-@pytest.mark.parametrize("trees", [[Tree(3, (2, 0, 4)), Tree(3, ())], [Tree(40, (130, 121)), Tree(7, (2, 9)), Tree(300, ()), Tree(99, ())]])
+@pytest.mark.parametrize(
+    "trees",
+    [[Tree(3, (2, 0, 4)), Tree(3, ())], [Tree(40, (130, 121)), Tree(7, (2, 9)), Tree(300, ()), Tree(99, ())]],
+)
 def test_context_parallel_ranks_attend_their_rows_of_the_whole(monkeypatch, trees, cp):
-    """Each rank's queries against all keys (gathered here by hand) give its rows of the attention on one rank."""
+    """Each rank's queries against all keys (gathered here by hand) give its rows of the attention on one
+    rank.
+    """
     torch.manual_seed(0)
     total = sum(tree.tokens for tree in trees)
     query = torch.randn(total, 1, HEADS, DIM, dtype=torch.float64)
     key, value = (torch.randn(total, 1, GROUPS, DIM, dtype=torch.float64) for _ in range(2))
-    attention = PackedTreeAttention(SimpleNamespace(kv_channels=DIM, params_dtype=torch.float64), 1, None, "self")
+    attention = PackedTreeAttention(
+        SimpleNamespace(kv_channels=DIM, params_dtype=torch.float64), 1, None, "self"
+    )
     whole = attention(query, key, value, packed_seq_params=PackedTrees(trees=tuple(trees)))
-    monkeypatch.setattr("megagrpo.models.attention.all_gather_tokens", lambda local, group: torch.cat([key, value], dim=-1)[:, 0])
+    monkeypatch.setattr(
+        "megagrpo.models.attention.all_gather_tokens",
+        lambda local, group: torch.cat([key, value], dim=-1)[:, 0],
+    )
     for rank in range(cp):
         shard = TokenShard((total,), cp, rank)
         mine = shard.packed_positions()
-        output = attention(query[mine], key[mine], value[mine], packed_seq_params=PackedTrees(trees=tuple(trees), shard=shard))
+        output = attention(
+            query[mine],
+            key[mine],
+            value[mine],
+            packed_seq_params=PackedTrees(trees=tuple(trees), shard=shard),
+        )
         torch.testing.assert_close(output, whole[mine], rtol=1e-10, atol=1e-12)

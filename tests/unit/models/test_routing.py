@@ -29,7 +29,10 @@ def test_the_parts_of_context_parallel_ranks_add_up():
     whole = route_sequences(TREES, TokenShard((16,)), 1, CPU)
     shards = [TokenShard((16,), 2, rank) for rank in range(2)]
     parts = [route_sequences(TREES, shard, 1, CPU) for shard in shards]
-    total = sum(part.sums(part.segment_ids, values[shard.packed_positions()]) for part, shard in zip(parts, shards, strict=True))
+    total = sum(
+        part.sums(part.segment_ids, values[shard.packed_positions()])
+        for part, shard in zip(parts, shards, strict=True)
+    )
     torch.testing.assert_close(total, whole.sums(whole.segment_ids, values))
 
 

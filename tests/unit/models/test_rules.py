@@ -16,11 +16,17 @@ def test_qkv_of_a_rank_holds_whole_groups_query_key_value(tp):
     """Group g of 4 has query heads 2g and 2g + 1: rank order is q q k v per group."""
     rule = ParameterRule("x", ("q", "k", "v"), "qkv")
     head = lambda kind, index: torch.full((2, 3), 100.0 * kind + index)  # noqa: E731
-    queries, keys, values = (torch.cat([head(kind, i) for i in range(count)]) for kind, count in ((1, 8), (2, 4), (3, 4)))
+    queries, keys, values = (
+        torch.cat([head(kind, i) for i in range(count)]) for kind, count in ((1, 8), (2, 4), (3, 4))
+    )
     for rank in range(tp):
         local = [part.chunk(tp)[rank] for part in (queries, keys, values)]
         merged = merge(rule, local, DIMS, tp)
-        want = [h for g in range(4 // tp * rank, 4 // tp * (rank + 1)) for h in (100 + 2 * g, 100 + 2 * g + 1, 200 + g, 300 + g)]
+        want = [
+            h
+            for g in range(4 // tp * rank, 4 // tp * (rank + 1))
+            for h in (100 + 2 * g, 100 + 2 * g + 1, 200 + g, 300 + g)
+        ]
         assert merged[::2, 0].tolist() == want
         for got, part in zip(split(rule, merged, DIMS, tp), local, strict=True):
             assert torch.equal(got, part)
@@ -29,7 +35,10 @@ def test_qkv_of_a_rank_holds_whole_groups_query_key_value(tp):
 def test_qkv_bias_is_interleaved_like_the_weight():
     rule = ParameterRule("x", ("q", "k", "v"), "qkv")
     parts = [torch.arange(16.0), torch.arange(16.0, 24.0), torch.arange(24.0, 32.0)]
-    assert all(torch.equal(a, b) for a, b in zip(split(rule, merge(rule, parts, DIMS, 1), DIMS, 1), parts, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(split(rule, merge(rule, parts, DIMS, 1), DIMS, 1), parts, strict=True)
+    )
 
 
 def test_gate_and_up_are_stacked_per_rank():

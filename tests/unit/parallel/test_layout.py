@@ -6,20 +6,42 @@ from hypothesis import strategies as st
 
 from megagrpo.parallel.layout import Coordinates, ParallelLayout
 
-QWEN3 = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28, "intermediate_size": 3072}
-SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30, "intermediate_size": 1536}
+QWEN3 = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 28,
+    "intermediate_size": 3072,
+}
+SMOLLM2 = {
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 30,
+    "intermediate_size": 1536,
+}
 
 sizes = st.sampled_from([1, 2, 3, 4])
-layouts = st.builds(lambda tp, cp, dp, pp: ParallelLayout(world_size=tp * cp * dp * pp, tp=tp, cp=cp, pp=pp), sizes, sizes, sizes, sizes)
+layouts = st.builds(
+    lambda tp, cp, dp, pp: ParallelLayout(world_size=tp * cp * dp * pp, tp=tp, cp=cp, pp=pp),
+    sizes,
+    sizes,
+    sizes,
+    sizes,
+)
 
 
 def megatron_groups(world_size, ordered_sizes, position):
-    """Groups of the axis at `position` of a grid whose first axis is the fastest, by the definition in Megatron-core's RankGenerator."""
+    """Groups of the axis at `position` of a grid whose first axis is the fastest, by the definition in
+    Megatron-core's RankGenerator.
+    """
     stride = 1
     for size in ordered_sizes[:position]:
         stride *= size
     size = ordered_sizes[position]
-    return {tuple(base + stride * index for index in range(size)) for base in range(world_size) if base // stride % size == 0}
+    return {
+        tuple(base + stride * index for index in range(size))
+        for base in range(world_size)
+        if base // stride % size == 0
+    }
 
 
 @given(layouts)
@@ -34,7 +56,9 @@ def test_groups_follow_the_order_tp_cp_dp_pp(layout):
     ordered = [layout.tp, layout.cp, layout.dp, layout.pp]
     for position, axis in enumerate(("tp", "cp", "dp", "pp")):
         for group in megatron_groups(layout.world_size, ordered, position):
-            assert [getattr(layout.coordinates(rank), axis) for rank in group] == list(range(ordered[position]))
+            assert [getattr(layout.coordinates(rank), axis) for rank in group] == list(
+                range(ordered[position])
+            )
 
 
 def test_sixteen_ranks_of_megatrons_documented_example():
@@ -70,25 +94,41 @@ def test_replicas_share_the_ranks_out(layout):
         (
             ParallelLayout(world_size=2, tp=2),
             SMOLLM2,
-            ["9 attention heads are not a multiple of tp 2: 9 / 2 = 4.5", "3 key-value heads are not a multiple of tp 2: 3 / 2 = 1.5"],
+            [
+                "9 attention heads are not a multiple of tp 2: 9 / 2 = 4.5",
+                "3 key-value heads are not a multiple of tp 2: 3 / 2 = 1.5",
+            ],
         ),
         (ParallelLayout(world_size=8, pp=8), QWEN3, ["28 layers are not a multiple of pp 8: 28 / 8 = 3.5"]),
-        (ParallelLayout(world_size=4, pp=4, vpp=2), QWEN3, ["28 layers are not a multiple of pp 4 * vpp 2 = 8: 28 / 8 = 3.5"]),
+        (
+            ParallelLayout(world_size=4, pp=4, vpp=2),
+            QWEN3,
+            ["28 layers are not a multiple of pp 4 * vpp 2 = 8: 28 / 8 = 3.5"],
+        ),
         (ParallelLayout(world_size=2, vpp=2), QWEN3, ["vpp 2 needs pp > 1"]),
         (
             ParallelLayout(world_size=4, ep=3),
             {"num_experts": 8},
-            ["ep 3 does not divide cp * dp = 1 * 4 = 4", "8 experts are not a multiple of ep 3: 8 / 3 = 2.66667"],
+            [
+                "ep 3 does not divide cp * dp = 1 * 4 = 4",
+                "8 experts are not a multiple of ep 3: 8 / 3 = 2.66667",
+            ],
         ),
         (
             ParallelLayout(world_size=4, pp=4, layers_first_stage=5),
             QWEN3,
-            ["28 layers - 5 (layers_first_stage) = 23 are not a multiple of 3 middle stages: 23 / 3 = 7.66667"],
+            [
+                "28 layers - 5 (layers_first_stage) = 23 are not a multiple of 3 middle stages: 23 / 3 = "
+                "7.66667"
+            ],
         ),
         (
             ParallelLayout(world_size=2, pp=2, layers_first_stage=13, layers_last_stage=14),
             QWEN3,
-            ["28 layers - 13 (layers_first_stage) - 14 (layers_last_stage) = 1, but no stage is left for them"],
+            [
+                "28 layers - 13 (layers_first_stage) - 14 (layers_last_stage) = 1, but no stage is left for "
+                "them"
+            ],
         ),
         (
             ParallelLayout(world_size=4, pp=4, vpp=2, layers_first_stage=5, layers_last_stage=7),
@@ -111,8 +151,10 @@ def test_replicas_share_the_ranks_out(layout):
             ParallelLayout(world_size=2, pp=2, pipeline_layout="ttE|xL", layers_first_stage=3),
             QWEN3,
             [
-                "pipeline_layout 'ttE|xL': 'x' is not a layer; E is the embedding, t a layer, L the loss, | cuts",
-                "pipeline_layout says how many layers each stage has; leave layers_first_stage and layers_last_stage out",
+                "pipeline_layout 'ttE|xL': 'x' is not a layer; E is the embedding, t a layer, L the loss, | "
+                "cuts",
+                "pipeline_layout says how many layers each stage has; leave layers_first_stage and "
+                "layers_last_stage out",
             ],
         ),
         (
@@ -128,13 +170,21 @@ def test_replicas_share_the_ranks_out(layout):
             None,
             ["etp 2 * ep 4 = 8 does not divide the ranks of a stage, tp * cp * dp = 2 * 1 * 2 = 4"],
         ),
-        (ParallelLayout(world_size=4, tp=2, ep=4, etp=1), {"num_local_experts": 8, "moe_intermediate_size": 3}, []),
+        (
+            ParallelLayout(world_size=4, tp=2, ep=4, etp=1),
+            {"num_local_experts": 8, "moe_intermediate_size": 3},
+            [],
+        ),
         (
             ParallelLayout(world_size=2, tp=2),
             {"num_local_experts": 8, "moe_intermediate_size": 3, "intermediate_size": 8},
             ["3 feed-forward columns are not a multiple of tp 2: 3 / 2 = 1.5"],
         ),
-        (ParallelLayout(world_size=2, ep=2, etp=1), QWEN3, ["ep 2: the model has no experts", "etp 1: the model has no experts"]),
+        (
+            ParallelLayout(world_size=2, ep=2, etp=1),
+            QWEN3,
+            ["ep 2: the model has no experts", "etp 1: the model has no experts"],
+        ),
     ],
 )
 def test_validation_carries_the_arithmetic(layout, model, lines):
@@ -152,7 +202,10 @@ def test_the_grid_shows_replicas_and_stages():
     assert ParallelLayout(world_size=8, tp=2, pp=2).describe() == "tp 2, pp 2, dp 2"
 
 
-@pytest.mark.parametrize("call", [lambda grid: grid.coordinates(4), lambda grid: grid.rank_of(tp=2), lambda grid: grid.rank_of(dp=-1)])
+@pytest.mark.parametrize(
+    "call",
+    [lambda grid: grid.coordinates(4), lambda grid: grid.rank_of(tp=2), lambda grid: grid.rank_of(dp=-1)],
+)
 def test_indices_outside_the_grid_are_refused(call):
     with pytest.raises(ValueError, match=r"not in 0 \.\. "):
         call(ParallelLayout(world_size=4, tp=2))
@@ -164,7 +217,8 @@ def test_indices_outside_the_grid_are_refused(call):
         (ParallelLayout(world_size=4, pp=4), 8, [2, 2, 2, 2]),
         (ParallelLayout(world_size=2, pp=2, vpp=2), 8, [2, 2, 2, 2]),
         (ParallelLayout(world_size=4, pp=4, layers_first_stage=1, layers_last_stage=3), 8, [1, 2, 2, 3]),
-        (ParallelLayout(world_size=2, pp=2, vpp=2, layers_last_stage=2), 8, [3, 1, 3, 1]),  # stages of 6 and 2 layers, in turns
+        # stages of 6 and 2 layers, in turns
+        (ParallelLayout(world_size=2, pp=2, vpp=2, layers_last_stage=2), 8, [3, 1, 3, 1]),
         (ParallelLayout(world_size=2, pp=2, vpp=2, pipeline_layout="E|(tt|)*2t*4L"), 8, [0, 2, 2, 4]),
     ],
 )

@@ -23,11 +23,18 @@ from megagrpo.train import main, parse_arguments
 def run_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    model = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+    model = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 1024,
+    }
     (tmp_path / "model" / "config.json").write_text(json.dumps(model))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
     path = tmp_path / "run.yaml"
-    path.write_text("model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact_match}]}\n")
+    path.write_text(
+        "model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact_match}]}\n"
+    )
     return path
 
 
@@ -43,7 +50,8 @@ OVERRIDES = [
 
 
 def test_batch_arithmetic_by_hand(run_file):
-    # 12 / 2 = 6 groups * 3 = 18 sequences per mini-batch. 3 sequences of 100 tokens fit 350: ceil(18 / (4 * 3)) = 2 micro-batches.
+    # 12 / 2 = 6 groups * 3 = 18 sequences per mini-batch. 3 sequences of 100 tokens fit 350: ceil(18 / (4 *
+    # 3)) = 2 micro-batches.
     # Shared prompts: 40 + 3 * 60 = 220 tokens a group, 1 group a micro-batch: ceil(6 / 4) = 2.
     batch = compute_batch_arithmetic(load_config(run_file, OVERRIDES), ParallelLayout(4))
     assert (batch.completions, batch.max_tokens_per_step, batch.updates_per_step) == (36, 3600, 4)
@@ -52,7 +60,9 @@ def test_batch_arithmetic_by_hand(run_file):
 
 
 def test_without_packing_each_sequence_is_a_micro_batch(run_file):
-    batch = compute_batch_arithmetic(load_config(run_file, [*OVERRIDES, "update.packing=false"]), ParallelLayout(4))
+    batch = compute_batch_arithmetic(
+        load_config(run_file, [*OVERRIDES, "update.packing=false"]), ParallelLayout(4)
+    )
     assert batch.max_microbatches_per_rank == 5
 
 
@@ -81,7 +91,9 @@ def test_no_plan_has_more_micro_batches_than_the_bound(run_file, data):
         prompt_tokens = draw(st.integers(1, prompt))
         samples += [SampleSize(group, prompt_tokens, draw(st.integers(1, new))) for _ in range(completions)]
     layout = ParallelLayout(world_size=dp * pp, pp=pp)
-    rules = PackingRules(budget, packing=packing, share_prompts=share, min_microbatches=layout.min_microbatches)
+    rules = PackingRules(
+        budget, packing=packing, share_prompts=share, min_microbatches=layout.min_microbatches
+    )
     plans = plan_microbatches(samples, dp, rules, hidden_size=8)
     assert max(map(len, plans)) <= compute_batch_arithmetic(config, layout).max_microbatches_per_rank
 
@@ -105,7 +117,16 @@ def test_the_text_holds_the_resolved_config_the_grid_and_the_arithmetic(run_file
 
 def test_dry_run_builds_no_model_and_no_process_group(run_file):
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "megagrpo.train", str(run_file), "--dry-run", "parallel.pp=2"],
+        [
+            sys.executable,
+            "-X",
+            "importtime",
+            "-m",
+            "megagrpo.train",
+            str(run_file),
+            "--dry-run",
+            "parallel.pp=2",
+        ],
         env={**os.environ, "WORLD_SIZE": "2"},
         capture_output=True,
         text=True,
@@ -114,7 +135,11 @@ def test_dry_run_builds_no_model_and_no_process_group(run_file):
     )
     assert done.returncode == 0
     assert "replica 0: 0 | 1" in done.stdout
-    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rsplit("|", 1)[-1].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "yaml" in imported
     assert not {"megatron", "megatron.core", "transformers", "megagrpo.trainer"} & imported
 
@@ -122,7 +147,11 @@ def test_dry_run_builds_no_model_and_no_process_group(run_file):
 def test_a_loss_without_a_ratio_does_not_correct_for_older_weights(run_file):
     overrides = ["rollout.off_policy=one_step_off", "algorithm.old_logprobs=engine"]
     verify_components(load_config(run_file, overrides))  # ppo_clip has one
-    with pytest.raises(ConfigError, match=r"algorithm\.loss: policy_gradient: has no ratio, so nothing corrects"):
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm\.loss: policy_gradient: has no ratio, so nothing "
+        r"corrects",
+    ):
         verify_components(load_config(run_file, [*overrides, "algorithm.loss=policy_gradient"]))
 
 
@@ -131,7 +160,8 @@ def test_misspelt_components_are_told_together(run_file):
         "algorithm.loss=ppo_clp",
         "algorithm.advantage_options={k: 2}",
         "engine.name=vlm",
-        "rewards.functions=[{name: exat_match}, {name: exact_match, options: {colum: answer}}, {name: 'reward.py:score'}]",
+        "rewards.functions=[{name: exat_match}, {name: exact_match, options: {colum: answer}}, {name: "
+        "'reward.py:score'}]",
     ]
     with pytest.raises(ConfigError) as caught:
         verify_components(load_config(run_file, overrides))
@@ -140,7 +170,8 @@ def test_misspelt_components_are_told_together(run_file):
         "algorithm.loss: loss 'ppo_clp' is not registered; did you mean ppo_clip?; known: ",
         "engine.name: engine 'vlm' is not registered",
         "rewards.functions.0.name: reward 'exat_match' is not registered; did you mean exact_match?; known: ",
-        "rewards.functions.1.options.colum: not an option of exact_match; did you mean column?; its options: column, ",
+        "rewards.functions.1.options.colum: not an option of exact_match; did you mean column?; its "
+        "options: column, ",
     ]
     assert len(caught.value.problems) == len(starts)
     for line, start in zip(caught.value.problems, starts, strict=True):
@@ -148,7 +179,9 @@ def test_misspelt_components_are_told_together(run_file):
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_rank_0_tells_a_mistake_at_once_and_others_only_if_they_are_still_there_later(run_file, monkeypatch, capsys, rank):
+def test_rank_0_tells_a_mistake_at_once_and_others_only_if_they_are_still_there_later(
+    run_file, monkeypatch, capsys, rank
+):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     waited = []
@@ -161,10 +194,17 @@ def test_rank_0_tells_a_mistake_at_once_and_others_only_if_they_are_still_there_
 
 def test_options_and_overrides_may_come_in_any_order():
     options = parse_arguments(["--dry-run", "run.yaml", "a.b=1", "--world-size", "4", "c.d=-2"])
-    assert (options.config, options.overrides, options.dry_run, options.world_size) == ("run.yaml", ["a.b=1", "c.d=-2"], True, 4)
+    assert (options.config, options.overrides, options.dry_run, options.world_size) == (
+        "run.yaml",
+        ["a.b=1", "c.d=-2"],
+        True,
+        4,
+    )
 
 
-@pytest.mark.parametrize("arguments", [["run.yaml", "--world-size", "2"], ["run.yaml", "--dry-run", "--world-size", "0"], []])
+@pytest.mark.parametrize(
+    "arguments", [["run.yaml", "--world-size", "2"], ["run.yaml", "--dry-run", "--world-size", "0"], []]
+)
 def test_a_malformed_command_line_is_refused_with_the_usage(arguments, capsys):
     with pytest.raises(SystemExit) as left:
         parse_arguments(arguments)

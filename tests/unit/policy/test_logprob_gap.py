@@ -32,7 +32,12 @@ def batch_of(rollout_logprobs):
 def find(actor, ages, rows=range(5)):
     gap = LargestGap()
     rows = torch.tensor(list(rows), dtype=torch.int64)
-    gap.add(batch_of([-1.0, -2.0, -3.0, -4.0, -5.0]), rows, torch.tensor(actor), dict(zip(KEYS, ages, strict=True)))
+    gap.add(
+        batch_of([-1.0, -2.0, -3.0, -4.0, -5.0]),
+        rows,
+        torch.tensor(actor),
+        dict(zip(KEYS, ages, strict=True)),
+    )
     return gap.result()
 
 
@@ -58,7 +63,11 @@ def test_a_gap_that_is_no_number_is_the_largest():
 
 
 def test_of_equal_gaps_the_first_completions_is_taken_by_every_rank():
-    gaps = [LogprobGap((2, 1), 0, 1, -1.0, -2.0), LogprobGap((2, 0), 4, 1, -1.0, -2.0), LogprobGap((2, 0), 3, 1, -1.0, -2.0)]
+    gaps = [
+        LogprobGap((2, 1), 0, 1, -1.0, -2.0),
+        LogprobGap((2, 0), 4, 1, -1.0, -2.0),
+        LogprobGap((2, 0), 3, 1, -1.0, -2.0),
+    ]
     assert largest(gaps) is largest(gaps[::-1]) is gaps[2]
     assert largest([None, None]) is None
 
@@ -71,12 +80,14 @@ def rollouts():
 
 def rollout_config(limit, action="stop"):
     return load_config(
-        "examples/quickstart/quickstart.yaml", [f"rollout.max_logprob_gap={limit}", f"rollout.logprob_gap_action={action}"]
+        "examples/quickstart/quickstart.yaml",
+        [f"rollout.max_logprob_gap={limit}", f"rollout.logprob_gap_action={action}"],
     ).rollout
 
 
 MESSAGE = (
-    r"step 7: engine and actor log-probs differ by up to 5\.000e-01, rollout\.max_logprob_gap is 1\.000e-04: prompt 105, completion 1, "
+    r"step 7: engine and actor log-probs differ by up to 5\.000e-01, rollout\.max_logprob_gap is "
+    r"1\.000e-04: prompt 105, completion 1, "
     r"token 4 \(id 15\): engine -5\.000000, actor -5\.500000, weight version 6"
 )
 

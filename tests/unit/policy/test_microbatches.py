@@ -1,4 +1,6 @@
-"""The micro-batch plan keeps its promises for any lengths: budget, same count on every rank, every sample once."""
+"""The micro-batch plan keeps its promises for any lengths: budget, same count on every rank, every sample
+once.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -40,7 +42,9 @@ def test_a_tree_holds_one_group_and_its_prompt_once(sizes, dp, packing_rules):
         for tree in (tree for micro in rank for tree in micro):
             members = [sizes[index] for index in tree.samples]
             assert len({member.group for member in members}) == 1
-            assert tree.tokens == members[0].prompt_tokens + sum(member.completion_tokens - 1 for member in members)
+            assert tree.tokens == members[0].prompt_tokens + sum(
+                member.completion_tokens - 1 for member in members
+            )
             if not (packing_rules.packing and packing_rules.share_prompts):
                 assert len(members) == 1
 
@@ -69,7 +73,11 @@ def test_ranks_without_samples_get_empty_micro_batches():
 
 
 def test_a_sequence_over_the_budget_is_named_with_the_arithmetic():
-    with pytest.raises(UserError, match=r"max_tokens_per_microbatch: 21 \(aligned: 20\).* 16 prompt \+ 5 completion tokens"):
+    with pytest.raises(
+        UserError,
+        match=r"max_tokens_per_microbatch: 21 \(aligned: 20\).* 16 prompt \+ 5 "
+        r"completion tokens",
+    ):
         plan_microbatches([SampleSize(0, 16, 6)], 1, PackingRules(21, alignment=4), HIDDEN)
 
 
@@ -79,10 +87,17 @@ def test_interleaved_schedules_get_a_multiple_of_their_stages():
     for packing in (True, False):
         plan = plan_microbatches(sizes, 1, PackingRules(30, packing=packing, microbatch_multiple=2), HIDDEN)
         assert sorted(len(batch) for batch in plan[0]) == [0, 1, 1, 1]
-    plan = plan_microbatches(sizes * 2, 2, PackingRules(30, microbatch_multiple=4, share_prompts=False), HIDDEN)
+    plan = plan_microbatches(
+        sizes * 2, 2, PackingRules(30, microbatch_multiple=4, share_prompts=False), HIDDEN
+    )
     assert [len(rank) for rank in plan] == [4, 4]
 
 
 def test_sequences_padded_by_themselves_count_with_their_padding():
-    plan = plan_microbatches([SampleSize(0, 3, 3), SampleSize(1, 2, 1)], 1, PackingRules(12, alignment=4, sequence_alignment=4), HIDDEN)
+    plan = plan_microbatches(
+        [SampleSize(0, 3, 3), SampleSize(1, 2, 1)],
+        1,
+        PackingRules(12, alignment=4, sequence_alignment=4),
+        HIDDEN,
+    )
     assert sorted(tree.tokens for batch in plan[0] for tree in batch) == [4, 8]

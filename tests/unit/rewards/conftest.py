@@ -10,7 +10,9 @@ from megagrpo.types import Completion, Prompt
 
 @pytest.fixture(scope="session")
 def make_group():
-    """Return a builder of (prompts, completions): one prompt with `texts` as its completions, aligned as RewardPool.score wants them."""
+    """Return a builder of (prompts, completions): one prompt with `texts` as its completions, aligned as
+    RewardPool.score wants them.
+    """
 
     def make(*texts: str, prompt_id: int = 0, **columns) -> tuple[list[Prompt], list[Completion]]:
         prompt = Prompt(prompt_id, "question", (1, 2), columns)
@@ -27,8 +29,13 @@ def open_pool():
     """Return a builder of pools that are closed after the test."""
     pools = []
 
-    def open_one(*functions: str | RewardConfig, workers=1, timeout_seconds=20.0, failure_value=-5.0) -> RewardPool:
-        configs = tuple(function if isinstance(function, RewardConfig) else RewardConfig(name=function) for function in functions)
+    def open_one(
+        *functions: str | RewardConfig, workers=1, timeout_seconds=20.0, failure_value=-5.0
+    ) -> RewardPool:
+        configs = tuple(
+            function if isinstance(function, RewardConfig) else RewardConfig(name=function)
+            for function in functions
+        )
         pools.append(RewardPool(configs, workers, timeout_seconds, failure_value))
         return pools[-1]
 

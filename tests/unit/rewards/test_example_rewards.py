@@ -1,4 +1,6 @@
-"""The examples' tasks: their splits never meet, their rewards judge as their READMEs say, their configurations load."""
+"""The examples' tasks: their splits never meet, their rewards judge as their READMEs say, their
+configurations load.
+"""
 
 import json
 from dataclasses import replace
@@ -74,7 +76,11 @@ def test_the_custom_reward_falls_linearly_to_its_budget(make_group):
 
 
 def test_word_problems_have_gsm8ks_columns_and_whole_number_answers():
-    rows = [json.loads(line) for name in ("sample", "sample_eval") for line in (EXAMPLES / f"gsm8k/{name}.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for name in ("sample", "sample_eval")
+        for line in (EXAMPLES / f"gsm8k/{name}.jsonl").read_text().splitlines()
+    ]
     assert len({row["question"] for row in rows}) == len(rows) == 64
     for row in rows:
         assert row["prompt"].endswith(row["question"])

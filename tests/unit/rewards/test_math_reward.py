@@ -6,7 +6,12 @@ from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.math import extract_gold
 from megagrpo.rewards.pool import RewardPool
 
-WAYS = {"auto": {}, "boxed": {"extract": "boxed"}, "last_number": {"extract": "last_number"}, "tag": {"tag": "answer"}}
+WAYS = {
+    "auto": {},
+    "boxed": {"extract": "boxed"},
+    "last_number": {"extract": "last_number"},
+    "tag": {"tag": "answer"},
+}
 GSM8K = "She sold 48 + 24 = <<48+24=72>>72 clips.\n#### 72"
 
 

@@ -43,17 +43,25 @@ def wait_until_gone(pid: int, seconds: float = 20.0) -> bool:
     return not is_running(pid)
 
 
-def test_rewards_come_in_the_order_of_the_completions_over_several_workers(open_pool, write_reward, make_group):
+def test_rewards_come_in_the_order_of_the_completions_over_several_workers(
+    open_pool, write_reward, make_group
+):
     pool = open_pool(write_reward("time.sleep(0.002 * (7 - prompts[0].id))\n" + COUNT_CHARACTERS), workers=3)
     groups = [make_group("x" * number, "x" * (number + 20), prompt_id=number) for number in range(7)]
     prompts = [prompt for group in groups for prompt in group[0]]
     completions = [completion for group in groups for completion in group[1]]
-    assert [reward.value for reward in pool.score(prompts, completions)] == [float(len(completion.text)) for completion in completions]
+    assert [reward.value for reward in pool.score(prompts, completions)] == [
+        float(len(completion.text)) for completion in completions
+    ]
 
 
 def test_value_is_the_weighted_sum_and_parts_are_named(open_pool, write_reward, make_group):
     length = RewardConfig(name=write_reward(COUNT_CHARACTERS), weight=0.5)
-    pool = open_pool(length, RewardConfig(name="exact_match", weight=2.0), RewardConfig(name="exact_match", options={"column": "other"}))
+    pool = open_pool(
+        length,
+        RewardConfig(name="exact_match", weight=2.0),
+        RewardConfig(name="exact_match", options={"column": "other"}),
+    )
     rewards = pool.score(*make_group("abcd", "zz", answer="abcd", other="zz"))
     assert [reward.parts for reward in rewards] == [
         {"reward": 4.0, "exact_match": 1.0, "exact_match_2": 0.0},
@@ -64,7 +72,9 @@ def test_value_is_the_weighted_sum_and_parts_are_named(open_pool, write_reward, 
 
 
 def test_options_reach_a_users_function_as_keyword_arguments(open_pool, tmp_path, make_group):
-    (tmp_path / "scaled.py").write_text("def score(prompts, completions, scale):\n    return [scale] * len(completions)\n")
+    (tmp_path / "scaled.py").write_text(
+        "def score(prompts, completions, scale):\n    return [scale] * len(completions)\n"
+    )
     pool = open_pool(RewardConfig(name=f"{tmp_path / 'scaled.py'}:score", options={"scale": 3.0}))
     assert pool.score(*make_group("a"))[0].value == 3.0
 
@@ -81,9 +91,15 @@ def test_a_prompt_is_needed_for_each_completion(open_pool, make_group):
 
 @pytest.mark.parametrize(
     ("text", "outcome", "detail"),
-    [("hang", "timeout", "took over 0.5 s"), ("exit", "crash", "exit status 3"), ("segfault", "crash", "signal 11")],
+    [
+        ("hang", "timeout", "took over 0.5 s"),
+        ("exit", "crash", "exit status 3"),
+        ("segfault", "crash", "signal 11"),
+    ],
 )
-def test_only_the_completion_at_fault_fails_and_the_pool_goes_on(open_pool, write_reward, make_group, text, outcome, detail):
+def test_only_the_completion_at_fault_fails_and_the_pool_goes_on(
+    open_pool, write_reward, make_group, text, outcome, detail
+):
     pool = open_pool(write_reward(MISBEHAVE), timeout_seconds=0.5)
     rewards = pool.score(*make_group("ab", text, "abc"))
     assert [reward.value for reward in rewards] == [2.0, -5.0, 3.0]
@@ -102,7 +118,9 @@ def test_a_completion_that_fails_in_one_reward_keeps_its_other_parts(open_pool, 
     assert reward.outcome == "crash"
 
 
-def test_a_worker_that_hangs_is_gone_with_the_processes_it_started(open_pool, write_reward, make_group, tmp_path):
+def test_a_worker_that_hangs_is_gone_with_the_processes_it_started(
+    open_pool, write_reward, make_group, tmp_path
+):
     body = f"""
 child = subprocess.Popen(["sleep", "600"])
 open({str(tmp_path / "pids")!r}, "a").write(f"{{os.getpid()}} {{child.pid}} ")
@@ -116,7 +134,9 @@ while True:
     assert all(wait_until_gone(pid) for pid in pids)
 
 
-def test_a_worker_that_dies_while_idle_is_replaced_and_costs_no_completion(open_pool, write_reward, make_group):
+def test_a_worker_that_dies_while_idle_is_replaced_and_costs_no_completion(
+    open_pool, write_reward, make_group
+):
     pool = open_pool(write_reward("return [os.getpid()] * len(completions)"))
     first = int(pool.score(*make_group("a"))[0].value)
     os.kill(first, signal.SIGKILL)
@@ -129,7 +149,10 @@ def test_a_worker_that_dies_while_idle_is_replaced_and_costs_no_completion(open_
 
 
 def test_printing_and_reading_input_do_not_disturb_the_pool(open_pool, write_reward, make_group):
-    body = 'print("x" * 100_000, flush=True)\nos.write(1, b"y" * 1000)\nassert sys.stdin.read() == ""\n' + COUNT_CHARACTERS
+    body = (
+        'print("x" * 100_000, flush=True)\nos.write(1, b"y" * 1000)\nassert sys.stdin.read() == ""\n'
+        + COUNT_CHARACTERS
+    )
     assert open_pool(write_reward(body)).score(*make_group("abc"))[0].value == 3.0
 
 
@@ -147,7 +170,9 @@ def test_a_group_is_scored_while_another_one_hangs(open_pool, write_reward, make
 def test_several_threads_may_score_at_once(open_pool, write_reward, make_group):
     pool = open_pool(write_reward("time.sleep(0.001 * (prompts[0].id % 3))\n" + COUNT_CHARACTERS), workers=3)
     with ThreadPoolExecutor(8) as threads:
-        scores = list(threads.map(lambda number: pool.score(*make_group("x" * number, prompt_id=number)), range(40)))
+        scores = list(
+            threads.map(lambda number: pool.score(*make_group("x" * number, prompt_id=number)), range(40))
+        )
     assert [score[0].value for score in scores] == [float(number) for number in range(40)]
 
 
@@ -220,10 +245,16 @@ def test_a_missing_column_ends_with_the_columns_there_are(open_pool, make_group)
     ("config", "message"),
     [
         (RewardConfig(name="mathh"), "reward 'mathh' is not registered; did you mean math"),
-        (RewardConfig(name="format", options={"tag": ["a"]}), "options of 'format': .*'tag'; options: tags, pattern, prefix"),
+        (
+            RewardConfig(name="format", options={"tag": ["a"]}),
+            "options of 'format': .*'tag'; options: tags, pattern, prefix",
+        ),
         (RewardConfig(name="format", options={"pattern": "("}), "is not a regular expression"),
         (RewardConfig(name="format", options={"tags": []}), "a list of words is needed"),
-        (RewardConfig(name="exact_match", options={"compare": "line"}), "compare is 'line'; allowed: text, first_line, last_line"),
+        (
+            RewardConfig(name="exact_match", options={"compare": "line"}),
+            "compare is 'line'; allowed: text, first_line, last_line",
+        ),
         (RewardConfig(name="math", options={"extract": "box"}), "extract is 'box'; allowed: auto, boxed"),
         (RewardConfig(name="missing_file.py:reward"), "missing_file.py"),
     ],

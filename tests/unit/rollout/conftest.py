@@ -15,7 +15,9 @@ from megagrpo.types import Completion, Prompt, Reward
 
 
 class ScriptedEngine:
-    """Completions of `length_of(prompt)` tokens under `version`; `before(prompt)` runs first, and may wait or raise."""
+    """Completions of `length_of(prompt)` tokens under `version`; `before(prompt)` runs first, and may wait
+    or raise.
+    """
 
     def __init__(self):
         self.version = 0
@@ -56,7 +58,12 @@ class ScriptedRewards:
 
     def submit(self, prompts, completions):
         future = Future()
-        future.set_result([Reward(float(completion.index), {"index": float(completion.index)}) for completion in completions])
+        future.set_result(
+            [
+                Reward(float(completion.index), {"index": float(completion.index)})
+                for completion in completions
+            ]
+        )
         return future
 
 
@@ -112,7 +119,10 @@ def build_pipeline(one_rank, engine):
 
     def build(*overrides):
         sizes = ["rollout.prompts_per_step=3", "rollout.completions_per_prompt=2", "run.steps=4"]
-        config = load_config("examples/quickstart/quickstart.yaml", [*sizes, "algorithm.correction.importance=token", *overrides])
+        config = load_config(
+            "examples/quickstart/quickstart.yaml",
+            [*sizes, "algorithm.correction.importance=token", *overrides],
+        )
         sampler = PromptSampler(TenPrompts(config), seed=0)
         return RolloutPipeline(config, RolloutGenerator(engine, ScriptedRewards(), OneRank(), [0]), sampler)
 
@@ -161,5 +171,7 @@ def ranks(monkeypatch):
     ranks = Ranks()
     monkeypatch.setattr(generation, "all_gather_metadata", ranks.all_gather)
     monkeypatch.setattr(recovery, "all_gather_metadata", ranks.all_gather)
-    monkeypatch.setattr(generation.time, "sleep", lambda seconds: ranks.__dict__.setdefault("slept", []).append(seconds))
+    monkeypatch.setattr(
+        generation.time, "sleep", lambda seconds: ranks.__dict__.setdefault("slept", []).append(seconds)
+    )
     return ranks

@@ -22,7 +22,8 @@ def rollouts_of(lengths):
 
 
 def test_the_long_ones_are_shared_out():
-    # Round robin over two ranks gives 100 + 90 and 1 + 2; by length it is 100 + 1 and 90 + 2 + ... the halves differ by 9.
+    # Round robin over two ranks gives 100 + 90 and 1 + 2; by length it is 100 + 1 and 90 + 2 + ... the halves
+    # differ by 9.
     assert deal_groups([100.0, 1.0, 90.0, 2.0], [0, 1]) == [[0], [1, 2, 3]]
 
 
@@ -51,7 +52,8 @@ def test_a_prompt_is_judged_by_its_own_past_and_a_new_one_by_its_length():
     assert lengths.expected_tokens(new) == 20.0  # nothing seen yet
     lengths.observe(rollouts_of({1: [10, 30], 2: [5, 15]}))
     assert lengths.expected_tokens(Prompt(1, "", (1,))) == 20.0
-    assert lengths.expected_tokens(new) == 20 * (60 / 40)  # 60 completion tokens came from 4 prompts of 10 tokens
+    # 60 completion tokens came from 4 prompts of 10 tokens
+    assert lengths.expected_tokens(new) == 20 * (60 / 40)
     lengths.observe(rollouts_of({1: [40, 40]}))
     assert lengths.expected_tokens(Prompt(1, "", (1,))) == 30.0  # half the old estimate, half the new mean
 

@@ -16,7 +16,9 @@ def rollouts_with(rewards, first_prompt=0):
         for place, reward in enumerate(row):
             key = (group, place)
             records[key] = CompletionRecord(key, 0, 2, "stop", Reward(reward, {"r": reward}), 0)
-            local[key] = Completion(prompts[group].id, place, np.zeros(2, int), np.zeros(2, np.float32), "stop", ((0, 0),), "")
+            local[key] = Completion(
+                prompts[group].id, place, np.zeros(2, int), np.zeros(2, np.float32), "stop", ((0, 0),), ""
+            )
     return StepRollouts(prompts, records, local, len(rewards[0]))
 
 
@@ -42,7 +44,12 @@ def test_only_what_is_missing_is_drawn_again():
     assert [prompt.id for prompt in kept.prompts] == [1, 100, 200]
     assert sorted(kept.records) == [(group, place) for group in range(3) for place in range(2)]
     assert all(kept.records[key].key == key and key in kept.local for key in kept.records)
-    assert (counts.generated_groups, counts.dropped_groups, counts.refills, counts.generated_tokens) == (6, 3, 2, 24)
+    assert (counts.generated_groups, counts.dropped_groups, counts.refills, counts.generated_tokens) == (
+        6,
+        3,
+        2,
+        24,
+    )
 
 
 def test_refills_end_at_the_bound_with_what_there_is():

@@ -23,14 +23,23 @@ def build(ranks, scripted_engine, scripted_rewards):
         engines = [scripted_engine() for _ in range(RANKS)]
         for engine in engines:
             engine.ready = True
-            engine.health = lambda engine=engine: EngineHealth(engine.ready, "serving" if engine.ready else "dead", 0, "it was killed")
-        return [RolloutGenerator(engines[rank], scripted_rewards(), Groups(rank), range(RANKS), is_embedded) for rank in range(RANKS)]
+            engine.health = lambda engine=engine: EngineHealth(
+                engine.ready, "serving" if engine.ready else "dead", 0, "it was killed"
+            )
+        return [
+            RolloutGenerator(engines[rank], scripted_rewards(), Groups(rank), range(RANKS), is_embedded)
+            for rank in range(RANKS)
+        ]
 
     return build
 
 
 def request():
-    return RolloutRequest([Prompt(number, str(number), (1, 2)) for number in range(6)], SamplingParams(8), completions_per_prompt=2)
+    return RolloutRequest(
+        [Prompt(number, str(number), (1, 2)) for number in range(6)],
+        SamplingParams(8),
+        completions_per_prompt=2,
+    )
 
 
 def tokens(results):
@@ -87,7 +96,9 @@ def test_the_run_ends_on_all_ranks_when_no_engine_is_left(ranks, build):
         dies_at(generator.engine, prompt_id=2 + rank, ready=False)
     errors = ranks.run(lambda rank: generators[rank].generate(request()))
     message = "no rollout engine is left: replica 0: the server is gone; replica 1: the server is gone"
-    assert [type(error) for error in errors] == [RolloutFailedError] * RANKS and {str(error) for error in errors} == {message}
+    assert [type(error) for error in errors] == [RolloutFailedError] * RANKS and {
+        str(error) for error in errors
+    } == {message}
 
 
 def test_an_embedded_engine_that_fails_ends_the_run_at_once(ranks, build):
@@ -106,7 +117,9 @@ def test_a_users_mistake_is_told_as_one_by_every_rank(ranks, build):
 
     generators[1].engine.before = refuse
     errors = ranks.run(lambda rank: generators[rank].generate(request()))
-    assert [type(error) for error in errors] == [UserError] * RANKS and {str(error) for error in errors} == {"prompt 3: has no tokens"}
+    assert [type(error) for error in errors] == [UserError] * RANKS and {str(error) for error in errors} == {
+        "prompt 3: has no tokens"
+    }
 
 
 def test_a_replica_that_fails_three_times_in_a_row_is_lost():
@@ -158,7 +171,11 @@ def test_what_nobody_is_left_for_is_generated_after_the_publish_that_brings_an_e
     settled = ranks.run(lambda rank: generators[rank].settle(generators[rank].start(request())))
     assert 0 < sum(len(pending.outcome().completions) for pending in settled) < len(whole)
     for generator in generators:
-        generator.engine.before, generator.engine.ready, generator.engine.version = lambda prompt: None, True, 1
+        generator.engine.before, generator.engine.ready, generator.engine.version = (
+            lambda prompt: None,
+            True,
+            1,
+        )
         generator.replicas.find(0)
     results = ranks.run(lambda rank: generators[rank].finish(settled[rank]))
     assert tokens(results) == whole
@@ -166,7 +183,9 @@ def test_what_nobody_is_left_for_is_generated_after_the_publish_that_brings_an_e
 
 
 def test_a_failure_from_before_a_replica_was_found_again_is_no_news():
-    """A step ahead is generated before a publish that brings a lost replica back, and is gathered after it."""
+    """A step ahead is generated before a publish that brings a lost replica back, and is gathered after
+    it.
+    """
     states = ReplicaStates([0])
     old = EngineFailure("killed by SIGKILL", is_ready=False, life=states.life(0))
     states.lost[0] = "killed by SIGKILL"
@@ -177,7 +196,9 @@ def test_a_failure_from_before_a_replica_was_found_again_is_no_news():
 
 
 def test_groups_are_generated_again_once_a_lost_engine_is_back(ranks, build):
-    """No replica is left, so the ranks have one brought back before they ask again; the completions are the same."""
+    """No replica is left, so the ranks have one brought back before they ask again; the completions are
+    the same.
+    """
     generators, revived = build(), []
     whole = tokens(ranks.run(lambda rank: generators[rank].generate(request())))
     for rank, generator in enumerate(generators):

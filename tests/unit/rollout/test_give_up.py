@@ -1,4 +1,6 @@
-"""A stop ends what the ranks wait for: the requests at a server, the scores; what runs beside the training goes on."""
+"""A stop ends what the ranks wait for: the requests at a server, the scores; what runs beside the training
+goes on.
+"""
 
 import http.server
 import json
@@ -22,7 +24,9 @@ class OneRank:
 
 
 def request(num_prompts=6):
-    return RolloutRequest([Prompt(number, str(number), (1, 2)) for number in range(num_prompts)], SamplingParams(8), 2)
+    return RolloutRequest(
+        [Prompt(number, str(number), (1, 2)) for number in range(num_prompts)], SamplingParams(8), 2
+    )
 
 
 class Stop:
@@ -47,7 +51,9 @@ class Stop:
 
 @pytest.fixture
 def busy_server():
-    """Stands in for an SGLang server: it answers a request when that is aborted, and tells what it was asked."""
+    """Stands in for an SGLang server: it answers a request when that is aborted, and tells what it was
+    asked.
+    """
     asked, ended, came = [], {}, threading.Condition()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -65,7 +71,12 @@ def busy_server():
                 asked.extend(body["rid"])
                 came.notify_all()
                 assert came.wait_for(lambda: all(rid in ended for rid in body["rid"]), timeout=30)
-            meta = {"finish_reason": {"type": "abort"}, "weight_version": "0", "weight_versions": None, "output_token_logprobs": []}
+            meta = {
+                "finish_reason": {"type": "abort"},
+                "weight_version": "0",
+                "weight_versions": None,
+                "output_token_logprobs": [],
+            }
             return self._answer([{"output_ids": [], "meta_info": meta} for _ in body["rid"]])
 
         def _answer(self, body):
@@ -86,9 +97,13 @@ def busy_server():
     httpd.server_close()
 
 
-def test_requests_at_a_server_are_aborted_and_the_rollout_is_given_up(one_rank, scripted_rewards, tiny_hf_folder, busy_server):
+def test_requests_at_a_server_are_aborted_and_the_rollout_is_given_up(
+    one_rank, scripted_rewards, tiny_hf_folder, busy_server
+):
     address, asked, ended = busy_server
-    engine = SglangEngine(tiny_hf_folder("qwen3"), EngineConfig(name="sglang", addresses=(address,), max_batch_completions=4))
+    engine = SglangEngine(
+        tiny_hf_folder("qwen3"), EngineConfig(name="sglang", addresses=(address,), max_batch_completions=4)
+    )
     engine._weights.mark_complete(0)
     generator = RolloutGenerator(engine, scripted_rewards(), OneRank(), [0], is_embedded=False)
     with Stop(generator), pytest.raises(StopRequested):
@@ -108,7 +123,9 @@ def test_scores_are_not_waited_for(one_rank, engine):
 
 
 def test_the_step_that_is_generated_ahead_goes_on_to_its_end(build_pipeline, engine):
-    """The weights it is sampled under are overwritten by the step that a late stop still finishes: the resumed run needs all of it."""
+    """The weights it is sampled under are overwritten by the step that a late stop still finishes: the
+    resumed run needs all of it.
+    """
     may_go_on = threading.Event()
     pipeline = build_pipeline(ONE_STEP_OFF)
     engine.before = lambda prompt: len(engine.asked) >= 6 and may_go_on.wait(30.0)
@@ -121,7 +138,9 @@ def test_the_step_that_is_generated_ahead_goes_on_to_its_end(build_pipeline, eng
         pipeline.collect(2, 0)  # all of it is there, and not trained on any more
 
 
-def test_a_stop_on_one_rank_ends_the_rollout_on_all_and_comes_before_failures(monkeypatch, scripted_engine, scripted_rewards):
+def test_a_stop_on_one_rank_ends_the_rollout_on_all_and_comes_before_failures(
+    monkeypatch, scripted_engine, scripted_rewards
+):
     """A signal to the whole job also ends the servers: that is no failure then."""
     told = [None, None]
     barrier = threading.Barrier(2, timeout=30)
@@ -137,7 +156,9 @@ def test_a_stop_on_one_rank_ends_the_rollout_on_all_and_comes_before_failures(mo
             self.rank, self.world_size = rank, 2
 
     monkeypatch.setattr(generation, "all_gather_metadata", all_gather)
-    generators = [RolloutGenerator(scripted_engine(), scripted_rewards(), Groups(rank), range(2)) for rank in range(2)]
+    generators = [
+        RolloutGenerator(scripted_engine(), scripted_rewards(), Groups(rank), range(2)) for rank in range(2)
+    ]
 
     def dies(prompt):
         raise EngineError("the server is gone")

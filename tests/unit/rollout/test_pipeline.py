@@ -25,7 +25,14 @@ def train(pipeline, engine, first, last):
 
 def describe(rollouts):
     return [
-        (rollouts.prompts[key[0]].id, c.index, c.token_ids.tolist(), c.logprobs.tolist(), c.weight_versions, rollouts.records[key].reward)
+        (
+            rollouts.prompts[key[0]].id,
+            c.index,
+            c.token_ids.tolist(),
+            c.logprobs.tolist(),
+            c.weight_versions,
+            rollouts.records[key].reward,
+        )
         for key, c in sorted(rollouts.local.items())
     ]
 
@@ -51,7 +58,9 @@ def test_one_step_off_rollouts_come_from_the_weights_before(build_pipeline, engi
 
 
 def test_the_same_prompts_and_draws_are_used_in_both_modes(build_pipeline, engine):
-    """The mode changes the weights that sample, and nothing else; nothing is generated that no step trains on."""
+    """The mode changes the weights that sample, and nothing else; nothing is generated that no step trains
+    on.
+    """
     train(build_pipeline(), engine, 1, 4)
     synchronous, engine.asked, engine.version = engine.asked, [], 0
     train(build_pipeline(ONE_STEP_OFF), engine, 1, 4)
@@ -111,8 +120,12 @@ def test_a_synchronous_failure_leaves_the_position_before_its_prompts(build_pipe
     assert pipeline.snapshot().prompt_position == 6
 
 
-@pytest.mark.parametrize("change", ["rollout.off_policy=synchronous", "rollout.temperature=0.5", "rollout.prompts_per_step=2"])
-def test_saved_rollouts_that_this_run_would_not_ask_for_are_drawn_again(build_pipeline, engine, tmp_path, change):
+@pytest.mark.parametrize(
+    "change", ["rollout.off_policy=synchronous", "rollout.temperature=0.5", "rollout.prompts_per_step=2"]
+)
+def test_saved_rollouts_that_this_run_would_not_ask_for_are_drawn_again(
+    build_pipeline, engine, tmp_path, change
+):
     first = build_pipeline(ONE_STEP_OFF)
     first.collect(1, 0)
     snapshot = first.snapshot()
@@ -127,8 +140,12 @@ def test_saved_rollouts_that_this_run_would_not_ask_for_are_drawn_again(build_pi
 
 
 def test_refills_come_from_the_newest_weights_and_before_the_next_steps_prompts(build_pipeline, engine):
-    """Groups without a signal are drawn again by the step that they are missing in, before the next step's prompts are drawn."""
-    pipeline = build_pipeline(ONE_STEP_OFF, "algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.max_refills=1")
+    """Groups without a signal are drawn again by the step that they are missing in, before the next step's
+    prompts are drawn.
+    """
+    pipeline = build_pipeline(
+        ONE_STEP_OFF, "algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.max_refills=1"
+    )
     dull = {pipeline.sampler._prompt_at(position).id for position in (0, 3, 4)}
     scored = pipeline.generator.rewards.submit
 
@@ -145,7 +162,8 @@ def test_refills_come_from_the_newest_weights_and_before_the_next_steps_prompts(
     assert [prompt.id for prompt in rollouts.prompts] == [order[1], order[2]] and counts.refills == 1
     pipeline.wait()
     engine.version = 1
-    rollouts, counts = pipeline.collect(2, 1)  # positions 4 to 6 were in flight, 4 is dull; the refill takes 7
+    # positions 4 to 6 were in flight, 4 is dull; the refill takes 7
+    rollouts, counts = pipeline.collect(2, 1)
     assert [prompt.id for prompt in rollouts.prompts] == [order[5], order[6], order[7]]
     assert [rollouts.records[group, 0].weight_version for group in range(3)] == [0, 0, 1]
 
@@ -178,7 +196,9 @@ def test_what_is_in_flight_is_given_up_where_the_run_goes_elsewhere(build_pipeli
     pipeline.skip_to(pipeline.next_position)
     engine.version = 5
     rollouts, _ = pipeline.collect(2, 5)
-    assert [prompt.id for prompt in rollouts.prompts] == [pipeline.sampler._prompt_at(position).id for position in range(3, 6)]
+    assert [prompt.id for prompt in rollouts.prompts] == [
+        pipeline.sampler._prompt_at(position).id for position in range(3, 6)
+    ]
     assert {record.weight_version for record in rollouts.records.values()} == {5}
     pipeline.wait()
 
@@ -195,7 +215,11 @@ def test_shares_of_more_ranks_are_dealt_out_whole(build_pipeline, engine, tmp_pa
         mine = {key: value for key, value in share.items() if key[0] == number}
         path = tmp_path / file_name(number)
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(pack_share(ScoredCompletions({k: c for k, (c, _) in mine.items()}, {k: r for k, (_, r) in mine.items()})))
+        path.write_bytes(
+            pack_share(
+                ScoredCompletions({k: c for k, (c, _) in mine.items()}, {k: r for k, (_, r) in mine.items()})
+            )
+        )
     for world_size in (1, 2, 3, 5):
         parts = [read_shares(tmp_path, 3, rank, world_size) for rank in range(world_size)]
         keys = [key for part in parts for key in part.completions]
@@ -206,4 +230,7 @@ def test_shares_of_more_ranks_are_dealt_out_whole(build_pipeline, engine, tmp_pa
                 np.testing.assert_array_equal(completion.token_ids, expected.token_ids)
                 np.testing.assert_array_equal(completion.logprobs, expected.logprobs)
                 assert completion.logprobs.dtype == np.float32 and part.rewards[key] == reward
-                assert (completion.text, completion.weight_versions) == (expected.text, expected.weight_versions)
+                assert (completion.text, completion.weight_versions) == (
+                    expected.text,
+                    expected.weight_versions,
+                )

@@ -16,7 +16,9 @@ def load(tmp_path, character_tokenizer):
     def load(rows, max_new_tokens=4, context_tokens=None, **fields):
         path = tmp_path / "rows.jsonl"
         path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
-        return PromptSource(DataConfig(source=str(path), **fields), character_tokenizer, max_new_tokens, context_tokens)
+        return PromptSource(
+            DataConfig(source=str(path), **fields), character_tokenizer, max_new_tokens, context_tokens
+        )
 
     return load
 
@@ -53,7 +55,9 @@ def test_a_chat_template_renders_strings_and_messages_alike(load, character_toke
 
 def test_a_chat_template_that_refuses_or_is_missing_is_named(load, character_tokenizer, monkeypatch):
     monkeypatch.setattr(character_tokenizer, "chat_template", "{{ raise_exception('only users may speak') }}")
-    with pytest.raises(UserError, match="row 0: the chat template refuses the messages: only users may speak"):
+    with pytest.raises(
+        UserError, match="row 0: the chat template refuses the messages: only users may speak"
+    ):
         load(rows("a"), chat_template=True)
     monkeypatch.setattr(character_tokenizer, "chat_template", None)
     with pytest.raises(UserError, match="has no chat template"):
@@ -62,7 +66,9 @@ def test_a_chat_template_that_refuses_or_is_missing_is_named(load, character_tok
 
 def test_rows_may_come_from_a_function(tmp_path, character_tokenizer):
     path = tmp_path / "rows_of_mine.py"
-    path.write_text("def train():\n    for n in range(3):\n        yield {'prompt': f'{n}+1=', 'answer': n + 1}\n")
+    path.write_text(
+        "def train():\n    for n in range(3):\n        yield {'prompt': f'{n}+1=', 'answer': n + 1}\n"
+    )
     source = PromptSource(DataConfig(source=f"{path}:train"), character_tokenizer, max_new_tokens=4)
     assert [prompt.columns["answer"] for prompt in source.prompts] == [1, 2, 3]
 
@@ -84,16 +90,36 @@ def test_overlong_prompts_can_be_dropped_and_are_counted(load):
             r"row 1: no column 'prompt' \(data.prompt_field\); it has question, answer",
         ),
         ('{"prompt": 3}\n', {}, r"row 0: column 'prompt' is a int, not a string"),
-        ('{"prompt": [{"role": "user", "content": "a"}]}\n', {}, r"row 0: .* is a list, .*data.chat_template=true"),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}]}\n',
+            {},
+            r"row 0: .* is a list, "
+            r".*data.chat_template=true",
+        ),
         ('{"prompt": ""}\n', {}, r"row 0: the prompt has no tokens"),
         (
             '{"prompt": "a"}\n{"prompt": "12345"}\n',
             {"max_prompt_tokens": 4},
             r"row 1: the prompt has 5 tokens, data.max_prompt_tokens is 4",
         ),
-        ('{"prompt": "12345"}\n', {"max_prompt_tokens": 4, "overlong_prompts": "drop"}, r"no prompts: all 1 rows are over"),
-        ('{"prompt": "a"}\n{"prompt": "12345"}\n', {"context_tokens": 8}, r"row 1: 5 prompt tokens \+ 4 new tokens = 9, .* context is 8"),
-        ('{"prompt": [{"role": "user"}, 4]}\n', {"chat_template": True}, r"row 0: .* neither a string nor a list of messages"),
+        (
+            '{"prompt": "12345"}\n',
+            {"max_prompt_tokens": 4, "overlong_prompts": "drop"},
+            r"no prompts: all 1 "
+            r"rows are over",
+        ),
+        (
+            '{"prompt": "a"}\n{"prompt": "12345"}\n',
+            {"context_tokens": 8},
+            r"row 1: 5 prompt tokens \+ 4 new "
+            r"tokens = 9, .* context is 8",
+        ),
+        (
+            '{"prompt": [{"role": "user"}, 4]}\n',
+            {"chat_template": True},
+            r"row 0: .* neither a string nor a "
+            r"list of messages",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_in_one_line(load, text, fields, message):

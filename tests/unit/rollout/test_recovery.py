@@ -24,7 +24,9 @@ class Restartable:
         self.may_start = threading.Event()
 
     def health(self):
-        return EngineHealth(self.state == "serving", self.state, None, "killed by SIGKILL" if self.state == "dead" else "")
+        return EngineHealth(
+            self.state == "serving", self.state, None, "killed by SIGKILL" if self.state == "dead" else ""
+        )
 
     def restart(self, address=None):
         self.restarts += 1
@@ -38,7 +40,10 @@ class Restartable:
 
 
 def recoveries(*engines):
-    return [ReplicaRecovery(engine, ReplicaStates(range(RANKS)), owners=range(RANKS), rank=rank) for rank, engine in enumerate(engines)]
+    return [
+        ReplicaRecovery(engine, ReplicaStates(range(RANKS)), owners=range(RANKS), rank=rank)
+        for rank, engine in enumerate(engines)
+    ]
 
 
 def test_a_lost_replica_starts_while_the_others_go_on_and_comes_back_with_the_next_weights(ranks):
@@ -50,7 +55,8 @@ def test_a_lost_replica_starts_while_the_others_go_on_and_comes_back_with_the_ne
     dead.may_start.set()
     parts[0]._start.wait()
     assert ranks.run(lambda rank: parts[rank].prepare_publish()) == [[0, 1], [0, 1]]
-    assert [part.states.lost for part in parts] == [{0: "killed by SIGKILL"}] * RANKS  # not before it holds the weights
+    # not before it holds the weights
+    assert [part.states.lost for part in parts] == [{0: "killed by SIGKILL"}] * RANKS
     ranks.run(lambda rank: parts[rank].published([0, 1]))
     assert [part.states.lost for part in parts] == [{}, {}] and dead.restarts == 1 and alive.restarts == 0
 
@@ -113,7 +119,9 @@ def publishes(ranks):
     return build
 
 
-def test_a_replica_that_dies_in_a_publish_is_left_out_and_the_others_are_given_everything_again(ranks, publishes):
+def test_a_replica_that_dies_in_a_publish_is_left_out_and_the_others_are_given_everything_again(
+    ranks, publishes
+):
     engines = [Restartable(), Restartable()]
     publishers, below = publishes(*engines)
     below.deaths[4, 1] = "dead"
@@ -140,7 +148,9 @@ def test_the_only_replica_that_dies_in_a_publish_is_started_anew_and_given_it(ra
     below.deaths = {(4, 0): "dead", (4, 1): "dead"}
     stats = ranks.run(lambda rank: publishers[rank].publish(4))
     assert below.asked[0] == (4, (0, 1)) and below.asked[-1][0] == 4
-    assert "weight version 4: engine replica" in stats[0].notes[-1] and "was started anew" in stats[0].notes[-1]
+    assert (
+        "weight version 4: engine replica" in stats[0].notes[-1] and "was started anew" in stats[0].notes[-1]
+    )
 
 
 def test_a_publish_that_fails_with_all_engines_alive_ends_the_run(ranks, publishes):
@@ -149,10 +159,14 @@ def test_a_publish_that_fails_with_all_engines_alive_ends_the_run(ranks, publish
     publishers, below = publishes(*engines)
     below.deaths[4, 1] = "serving"
     errors = ranks.run(lambda rank: publishers[rank].publish(4))
-    assert [type(error) for error in errors] == [PublishError] * RANKS and [engine.forgot for engine in engines] == [0, 0]
+    assert [type(error) for error in errors] == [PublishError] * RANKS and [
+        engine.forgot for engine in engines
+    ] == [0, 0]
 
 
-def test_a_revived_replica_gets_the_newest_version_and_the_log_says_so_with_the_next_publish(ranks, publishes):
+def test_a_revived_replica_gets_the_newest_version_and_the_log_says_so_with_the_next_publish(
+    ranks, publishes
+):
     engines = [Restartable("serving", EngineError("no more restarts")), Restartable()]
     publishers, below = publishes(*engines)
     ranks.run(lambda rank: publishers[rank].publish(7))
@@ -187,7 +201,9 @@ def test_nobody_waits_for_a_start_once_the_run_is_to_stop(ranks):
     for part in parts:
         part.waiting = wait
     publishers = [RecoveringPublisher(Publishes(engines, ranks), part) for part in parts]
-    assert [type(error) for error in ranks.run(lambda rank: publishers[rank].revive())] == [StopRequested] * RANKS
+    assert [type(error) for error in ranks.run(lambda rank: publishers[rank].revive())] == [
+        StopRequested
+    ] * RANKS
     assert sorted(waiting) == ["in"] * RANKS + ["out"] * RANKS
     for engine in engines:
         engine.may_start.set()
@@ -209,7 +225,10 @@ def test_a_publish_goes_to_those_who_are_there_and_tells_who_is_not(ranks):
     stats = ranks.run(lambda rank: publishers[rank].publish(4))
     assert published == [(4, [1])] * RANKS
     assert stats[0].metrics == {"publish/buckets": 3, "rollout/lost_replicas": 1}
-    assert stats[0].notes == ("from below", "warning: weight version 4: engine replica 0 is lost: killed by SIGKILL")
+    assert stats[0].notes == (
+        "from below",
+        "warning: weight version 4: engine replica 0 is lost: killed by SIGKILL",
+    )
     stats = ranks.run(lambda rank: publishers[rank].publish(5))
     assert stats[0].notes == ("from below",)  # told once
     dead.may_start.set()

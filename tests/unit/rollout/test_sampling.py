@@ -1,4 +1,6 @@
-"""Tests of megagrpo.rollout.sampling: draws are pure functions, uniform, and follow the distribution they claim."""
+"""Tests of megagrpo.rollout.sampling: draws are pure functions, uniform, and follow the distribution they
+claim.
+"""
 
 import numpy as np
 import pytest
@@ -28,18 +30,24 @@ def test_a_draw_depends_on_its_own_row_alone():
     assert uniforms(prompts=[8], positions=(4,))[0, 0] == together[1]
 
 
-@pytest.mark.parametrize("changed", [{"seed": 4}, {"step": 6}, {"index": 1}, {"positions": (1,)}, {"prompts": range(1, 201)}])
+@pytest.mark.parametrize(
+    "changed", [{"seed": 4}, {"step": 6}, {"index": 1}, {"positions": (1,)}, {"prompts": range(1, 201)}]
+)
 def test_every_coordinate_changes_the_draw(changed):
     assert not np.any(uniforms() == uniforms(**changed))
 
 
 def test_coordinates_do_not_stand_in_for_each_other():
-    swapped = {draw_uniforms(row_keys(*key[:2], [key[2]], [key[3]]), np.array([key[4]]))[0] for key in np.ndindex(3, 3, 3, 3, 3)}
+    swapped = {
+        draw_uniforms(row_keys(*key[:2], [key[2]], [key[3]]), np.array([key[4]]))[0]
+        for key in np.ndindex(3, 3, 3, 3, 3)
+    }
     assert len(swapped) == 3**5
 
 
 def test_the_mixer_is_splitmix64():
-    first_output_for_seed_1234567 = 6457827717110365317  # of the reference implementation, prng.di.unimi.it/splitmix64.c
+    # of the reference implementation, prng.di.unimi.it/splitmix64.c
+    first_output_for_seed_1234567 = 6457827717110365317
     drawn = draw_uniforms(np.zeros(1, dtype=np.uint64), np.array([1234567]))[0]
     assert drawn == (first_output_for_seed_1234567 >> 12) * 2.0**-52
 
@@ -105,13 +113,17 @@ def test_a_row_samples_the_same_token_in_any_batch():
     draws = torch.from_numpy(uniforms(prompts=range(50))[0])
     for sampling in (params(), params(top_p=0.8), params(top_k=20, temperature=0.5)):
         tokens, logprobs = sample_tokens(logits, draws, sampling)
-        one_by_one = [sample_tokens(logits[row : row + 1], draws[row : row + 1], sampling) for row in range(50)]
+        one_by_one = [
+            sample_tokens(logits[row : row + 1], draws[row : row + 1], sampling) for row in range(50)
+        ]
         assert tokens.tolist() == [token.item() for token, _ in one_by_one]
         assert torch.equal(logprobs, torch.cat([logprob for _, logprob in one_by_one]))
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.9), (0, 0.1), (0, 0.999), (40, 0.8), (5000, 0.5)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(5, 1.0), (0, 0.9), (0, 0.1), (0, 0.999), (40, 0.8), (5000, 0.5)]
+)
 def test_top_k_and_top_p_keep_what_the_transformers_warpers_keep(temperature, top_k, top_p):
     logits = random_logits(32, 3000)  # more tokens than the nucleus candidates, so 0.999 takes the full sort
     expected = TemperatureLogitsWarper(temperature)(None, logits)
@@ -128,7 +140,9 @@ def test_top_k_and_top_p_keep_what_the_transformers_warpers_keep(temperature, to
 
 def test_temperature_zero_takes_the_most_likely_token_at_unit_temperature():
     logits = random_logits(8, 100)
-    tokens, logprobs = sample_tokens(logits, torch.zeros(8, dtype=torch.float64), params(temperature=0.0, top_k=2))
+    tokens, logprobs = sample_tokens(
+        logits, torch.zeros(8, dtype=torch.float64), params(temperature=0.0, top_k=2)
+    )
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1), atol=2e-6, rtol=0)
 

@@ -1,4 +1,6 @@
-"""Scores are made while other groups are generated: the slowest completion of a step keeps no reward worker waiting."""
+"""Scores are made while other groups are generated: the slowest completion of a step keeps no reward
+worker waiting.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +25,10 @@ class Workers:
 
     def submit(self, prompts, completions):
         def score():
-            rewards = [Reward(float(completion.index), {"index": float(completion.index)}) for completion in completions]
+            rewards = [
+                Reward(float(completion.index), {"index": float(completion.index)})
+                for completion in completions
+            ]
             self.scored.release()
             return rewards
 
@@ -36,11 +41,15 @@ def test_a_straggler_does_not_block_scoring(one_rank, engine):
 
     def before(prompt):
         if prompt.id == 3:
-            assert all(workers.scored.acquire(timeout=WAIT_SECONDS) for _ in range(3)), "nothing is scored before the last group ends"
+            assert all(workers.scored.acquire(timeout=WAIT_SECONDS) for _ in range(3)), (
+                "nothing is scored before the last group ends"
+            )
 
     engine.before = before
     prompts = [Prompt(number, str(number), (1, 2)) for number in range(4)]
-    rollouts = RolloutGenerator(engine, workers, OneRank(), [0]).generate(RolloutRequest(prompts, SamplingParams(8), 2))
+    rollouts = RolloutGenerator(engine, workers, OneRank(), [0]).generate(
+        RolloutRequest(prompts, SamplingParams(8), 2)
+    )
     assert sorted(rollouts.records) == [(group, place) for group in range(4) for place in range(2)]
     assert [record.reward.value for record in rollouts.records.values()] == [0.0, 1.0] * 4
 
@@ -48,7 +57,9 @@ def test_a_straggler_does_not_block_scoring(one_rank, engine):
 def test_a_failing_group_leaves_the_scores_of_those_before_it(one_rank, engine):
     """What is scored when an engine fails is kept, also where nobody takes over."""
     engine.health = lambda: EngineHealth(False, "dead", None, "killed")
-    engine.before = lambda prompt: (_ for _ in ()).throw(EngineError("the server is gone")) if prompt.id == 2 else None
+    engine.before = lambda prompt: (
+        (_ for _ in ()).throw(EngineError("the server is gone")) if prompt.id == 2 else None
+    )
     generator = RolloutGenerator(engine, Workers(), OneRank(), [0], is_embedded=False)
     prompts = [Prompt(number, str(number), (1, 2)) for number in range(4)]
     share = generator.settle(generator.start(RolloutRequest(prompts, SamplingParams(8), 2))).outcome()

@@ -16,13 +16,19 @@ def raised(error):
 
 
 def test_an_error_is_told_with_rank_phase_step_and_traceback():
-    text = build_failure(raised(ZeroDivisionError("division by zero")), rank=3, phase="update", step=7).describe()
-    assert text.startswith("rank 3 failed in step 7, phase update: ZeroDivisionError: division by zero\nTraceback")
+    text = build_failure(
+        raised(ZeroDivisionError("division by zero")), rank=3, phase="update", step=7
+    ).describe()
+    assert text.startswith(
+        "rank 3 failed in step 7, phase update: ZeroDivisionError: division by zero\nTraceback"
+    )
     assert "in raised" in text
 
 
 def test_a_mistake_of_the_users_is_told_in_its_own_words_alone():
-    assert build_failure(raised(UserError("data.source: no prompts")), 0, "start", None).describe() == "data.source: no prompts"
+    assert build_failure(raised(UserError("data.source: no prompts")), 0, "start", None).describe() == (
+        "data.source: no prompts"
+    )
 
 
 def test_only_the_first_of_all_ranks_is_put_up():
@@ -30,7 +36,11 @@ def test_only_the_first_of_all_ranks_is_put_up():
     boards = [Board(store, rank) for rank in range(3)]
     assert boards[0].first_failure() is None
     failures = [Failure(rank, "rollout", 2, f"error of rank {rank}") for rank in range(3)]
-    assert [board.claim(failure) for board, failure in zip(boards[::-1], failures[::-1], strict=True)] == [True, False, False]
+    assert [board.claim(failure) for board, failure in zip(boards[::-1], failures[::-1], strict=True)] == [
+        True,
+        False,
+        False,
+    ]
     assert boards[0].first_failure() == failures[2]
 
 
@@ -46,7 +56,12 @@ def test_a_rank_that_has_announced_nothing_is_at_the_start():
 @pytest.mark.parametrize(
     ("error", "echo"),
     [
-        (RuntimeError("[pair.cc:537] Read error [127.0.0.1]:62099: Connection reset by peer. This is typically ..."), True),
+        (
+            RuntimeError(
+                "[pair.cc:537] Read error [127.0.0.1]:62099: Connection reset by peer. This is typically ..."
+            ),
+            True,
+        ),
         (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
         (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
         (dist.DistNetworkError("failed to recv, got 0 bytes, connection was likely closed"), True),
@@ -74,4 +89,7 @@ def test_what_all_ranks_raise_is_told_by_the_rank_that_met_it():
     error.__cause__ = raised(ValueError("no"))
     assert not is_echo(error)
     text = build_failure(error, 1, "rollout", 3).describe()
-    assert text.startswith("rank 1 failed in step 3, phase rollout: ValueError: no\nTraceback") and text.count("Traceback") == 1
+    assert (
+        text.startswith("rank 1 failed in step 3, phase rollout: ValueError: no\nTraceback")
+        and text.count("Traceback") == 1
+    )

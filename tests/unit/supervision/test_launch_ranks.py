@@ -1,4 +1,6 @@
-"""What `megagrpo run` says and returns for ranks that ended badly: the cause, not those that were ended because of it."""
+"""What `megagrpo run` says and returns for ranks that ended badly: the cause, not those that were ended
+because of it.
+"""
 
 import os
 import signal
@@ -24,12 +26,24 @@ class Failure:
 @pytest.mark.parametrize(
     ("codes", "expected", "told"),
     [
-        ([exit_codes.PEER_FAILED, -signal.SIGKILL], 128 + signal.SIGKILL, ["rank 1 (pid 77) was ended by SIGKILL (out of memory?)"]),
+        (
+            [exit_codes.PEER_FAILED, -signal.SIGKILL],
+            128 + signal.SIGKILL,
+            ["rank 1 (pid 77) was ended by SIGKILL (out of memory?)"],
+        ),
         ([exit_codes.FAILED, exit_codes.PEER_FAILED], exit_codes.FAILED, []),
         ([exit_codes.USER_ERROR, exit_codes.USER_ERROR], exit_codes.USER_ERROR, []),
-        ([exit_codes.STALLED, -signal.SIGKILL], exit_codes.STALLED, ["rank 1 (pid 77) was ended by SIGKILL (out of memory?)"]),
+        (
+            [exit_codes.STALLED, -signal.SIGKILL],
+            exit_codes.STALLED,
+            ["rank 1 (pid 77) was ended by SIGKILL (out of memory?)"],
+        ),
         ([exit_codes.PEER_FAILED, exit_codes.PEER_FAILED], exit_codes.PEER_FAILED, []),
-        ([-signal.SIGSEGV, exit_codes.PEER_FAILED], 128 + signal.SIGSEGV, ["rank 0 (pid 77) was ended by SIGSEGV"]),
+        (
+            [-signal.SIGSEGV, exit_codes.PEER_FAILED],
+            128 + signal.SIGSEGV,
+            ["rank 0 (pid 77) was ended by SIGSEGV"],
+        ),
     ],
 )
 def test_the_cause_decides_the_code(codes, expected, told, capsys):
@@ -38,7 +52,8 @@ def test_the_cause_decides_the_code(codes, expected, told, capsys):
 
 
 @pytest.mark.parametrize(
-    ("code", "starts"), [(exit_codes.FAILED, 3), (exit_codes.USER_ERROR, 1), (exit_codes.INTERRUPTED, 1), (exit_codes.DONE, 1)]
+    ("code", "starts"),
+    [(exit_codes.FAILED, 3), (exit_codes.USER_ERROR, 1), (exit_codes.INTERRUPTED, 1), (exit_codes.DONE, 1)],
 )
 def test_ranks_are_started_again_unless_the_user_has_ended_them(tmp_path, code, starts):
     (tmp_path / "ends.py").write_text(
@@ -52,6 +67,12 @@ def test_ranks_are_started_again_unless_the_user_has_ended_them(tmp_path, code, 
         f"sys.exit(run_ranks([{str(tmp_path / 'starts')!r}, '{code}'], 1, max_restarts=2, module='ends'))"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(
+        [sys.executable, "-c", run],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert done.returncode == code, done.stderr
     assert (tmp_path / "starts").read_text().split() == [str(number) for number in range(starts)]

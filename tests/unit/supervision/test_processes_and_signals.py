@@ -1,4 +1,6 @@
-"""What acts from beside the main thread: signals that arrive while it hangs, stacks, siblings, the end of a process."""
+"""What acts from beside the main thread: signals that arrive while it hangs, stacks, siblings, the end of
+a process.
+"""
 
 import os
 import signal
@@ -48,7 +50,9 @@ def test_stacks_name_the_line_where_a_thread_waits(tmp_path):
 
 @pytest.fixture
 def sibling(monkeypatch):
-    """A process that has signed in as rank 1 beside this one as rank 0; its parent passes for this one's too."""
+    """A process that has signed in as rank 1 beside this one as rank 0; its parent passes for this one's
+    too.
+    """
     store, process = dist.HashStore(), subprocess.Popen(SLEEP)
     board = Board(store, 1)
     with monkeypatch.context() as as_sibling:

@@ -15,7 +15,9 @@ def guard(**settings):
 def test_nothing_is_judged_before_half_a_window():
     judge = guard(grad_norm_factor=2)
     assert judge.find_in_update(0.0, 1.0) is None and judge.find_in_update(0.0, 100.0) is None
-    assert judge.find_in_update(0.0, 102.0) == "gradient norm 102 is over 2 x the running median 50.5 (spikes.grad_norm_factor)"
+    assert judge.find_in_update(0.0, 102.0) == (
+        "gradient norm 102 is over 2 x the running median 50.5 (spikes.grad_norm_factor)"
+    )
 
 
 def test_a_loss_is_judged_by_its_size_and_only_over_one():
@@ -23,7 +25,9 @@ def test_a_loss_is_judged_by_its_size_and_only_over_one():
     for loss in (1e-8, -1e-8):
         judge.find_in_update(loss, 1.0)
     assert judge.find_in_update(0.9, 1.0) is None  # on-policy losses are rounding noise around 0
-    assert "loss 3 is over 10 x the running median 1e-08 (spikes.loss_factor)" in judge.find_in_update(-3.0, 1.0)
+    assert "loss 3 is over 10 x the running median 1e-08 (spikes.loss_factor)" in judge.find_in_update(
+        -3.0, 1.0
+    )
 
 
 def test_a_reward_collapses_below_a_fraction_of_a_positive_median():

@@ -56,7 +56,11 @@ def test_rows_are_on_disk_as_soon_as_they_are_written_and_are_strict_json(tmp_pa
 
 
 def test_an_unknown_writer_names_the_known_ones(tmp_path):
-    with pytest.raises(UserError, match=r"writer 'jsnl' is not registered; did you mean jsonl\?; known: jsonl, tensorboard"):
+    with pytest.raises(
+        UserError,
+        match=r"writer 'jsnl' is not registered; did you mean jsonl\?; known: "
+        r"jsonl, tensorboard",
+    ):
         open_writers(["jsnl"], tmp_path, None)
 
 
@@ -73,7 +77,13 @@ def test_tensorboard_hides_the_steps_that_a_resume_repeats(tmp_path):
 
 ROWS = [
     {"step": 0, "eval/held_out": 0.3, "eval/held_out/tokens": 99.0},
-    {"step": 1, names.STEP_SECONDS: 2.0, names.STEP_CPU_SECONDS: 3.0, names.GENERATED_TOKENS: 100.0, names.LOGPROB_GAP: 1e-6},
+    {
+        "step": 1,
+        names.STEP_SECONDS: 2.0,
+        names.STEP_CPU_SECONDS: 3.0,
+        names.GENERATED_TOKENS: 100.0,
+        names.LOGPROB_GAP: 1e-6,
+    },
     {
         "step": 2,
         names.STEP_SECONDS: 4.0,
@@ -106,7 +116,12 @@ def test_the_summary_counts_training_steps_and_follows_each_held_out_set(tmp_pat
 
 def test_a_run_without_steps_has_a_summary_too(tmp_path):
     summary = build_summary([], wall_seconds=1.0, peak_rss_bytes=[1], versions={})
-    assert (summary["steps"], summary["cpu_seconds_per_step"], summary["max_logprob_gap"], summary["eval"]) == (0, None, None, {})
+    assert (
+        summary["steps"],
+        summary["cpu_seconds_per_step"],
+        summary["max_logprob_gap"],
+        summary["eval"],
+    ) == (0, None, None, {})
 
 
 def test_the_publishes_of_a_run_are_summed_up():
@@ -146,7 +161,11 @@ def test_phases_add_up_until_they_are_taken(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: next(wall))
     monkeypatch.setattr("time.process_time", lambda: next(cpu))
     seen, left, syncs = [], [], []
-    timers = PhaseTimers(synchronize=lambda: syncs.append(1), on_enter=[seen.append], on_leave=[lambda *phase: left.append(phase)])
+    timers = PhaseTimers(
+        synchronize=lambda: syncs.append(1),
+        on_enter=[seen.append],
+        on_leave=[lambda *phase: left.append(phase)],
+    )
     with timers.phase("update"):
         pass
     with pytest.raises(RuntimeError), timers.phase("update"):
@@ -168,7 +187,10 @@ METRICS = {
     names.GENERATED_TOKENS: 500.0,
     names.STEP_SECONDS: 0.5,
 }
-LINE = "step   3/100  reward 0.412  eval held_out 0.380  loss -1.2e-03  grad 1.203  gap 1.2e-06  1000 tok/s  0.50 s"
+LINE = (
+    "step   3/100  reward 0.412  eval held_out 0.380  loss -1.2e-03  grad 1.203  gap 1.2e-06  1000 tok/s "
+    " 0.50 s"
+)
 
 
 def test_a_step_is_one_line():
@@ -190,7 +212,9 @@ def test_without_a_terminal_the_line_is_plain_and_also_in_the_log(tmp_path):
 
 def sample(prompt_id, index, reward):
     prompt = Prompt(id=prompt_id, text=f"prompt {prompt_id}", token_ids=(1, 2))
-    completion = Completion(prompt_id, index, np.array([3, 4, 5]), np.zeros(3, np.float32), "stop", ((0, 1),), "größer")
+    completion = Completion(
+        prompt_id, index, np.array([3, 4, 5]), np.zeros(3, np.float32), "stop", ((0, 1),), "größer"
+    )
     return prompt, completion, Reward(reward, {"exact": reward})
 
 

@@ -68,7 +68,11 @@ def test_a_run_records_every_step_though_the_disk_was_full_for_a_while(tmp_path,
     printed = capsys.readouterr().out
     assert printed.count("warning: jsonl can't be written now: [Errno 28] No space left on device") == 1
     assert printed.count("jsonl can be written again") == 1
-    assert [line.split()[3].split("/")[0] for line in (tmp_path / "log.txt").read_text().splitlines() if " step " in line] == list("1234")
+    assert [
+        line.split()[3].split("/")[0]
+        for line in (tmp_path / "log.txt").read_text().splitlines()
+        if " step " in line
+    ] == list("1234")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

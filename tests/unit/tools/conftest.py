@@ -31,14 +31,22 @@ def _value(value) -> bytes:
 
 @pytest.fixture
 def write_gguf(tmp_path):
-    """Return a writer of GGUF 3 files: metadata, and tensors as (row-major shape, type id, raw bytes) or float32 arrays."""
+    """Return a writer of GGUF 3 files: metadata, and tensors as (row-major shape, type id, raw bytes) or
+    float32 arrays.
+    """
 
     def write(metadata: dict, tensors: dict, version: int = 3) -> Path:
         entries, data = b"", b""
         for name, tensor in tensors.items():
-            shape, type_id, raw = (tensor.shape, 0, tensor.astype("<f4").tobytes()) if isinstance(tensor, np.ndarray) else tensor
+            shape, type_id, raw = (
+                (tensor.shape, 0, tensor.astype("<f4").tobytes())
+                if isinstance(tensor, np.ndarray)
+                else tensor
+            )
             data += b"\0" * (-len(data) % 32)
-            entries += _string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], type_id, len(data))
+            entries += _string(name) + struct.pack(
+                f"<I{len(shape)}QIQ", len(shape), *shape[::-1], type_id, len(data)
+            )
             data += raw
         head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
         head += b"".join(_string(key) + _value(value) for key, value in metadata.items()) + entries

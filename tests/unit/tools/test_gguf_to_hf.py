@@ -1,4 +1,6 @@
-"""The GGUF reader against hand-written blocks of the format, the conversion against the transformers model it came from."""
+"""The GGUF reader against hand-written blocks of the format, the conversion against the transformers model
+it came from.
+"""
 
 import json
 import struct
@@ -20,7 +22,9 @@ NIBBLES = np.array([*range(16), *reversed(range(16))], np.float32)
 
 
 def read_one(write_gguf, shape, type_id, raw) -> np.ndarray:
-    return dict(GgufFile(write_gguf({}, {"other": np.ones(5), "weight": (shape, type_id, raw)})).tensors())["weight"]
+    return dict(GgufFile(write_gguf({}, {"other": np.ones(5), "weight": (shape, type_id, raw)})).tensors())[
+        "weight"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +91,10 @@ METADATA = {
     "tokenizer.chat_template": "{{ messages[0]['content'] }}<|end|>",
 }
 GGUF_NAMES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
 }  # fmt: skip
 
@@ -97,7 +103,8 @@ def make_model(tied: bool) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(TOKENS), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=len(TOKENS), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=tied,
             rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
         )
@@ -105,7 +112,9 @@ def make_model(tied: bool) -> LlamaForCausalLM:
 
 
 def gguf_tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
-    """The model as llama.cpp's converter stores it: q and k rows of each head interleaved (`LlamaModel.permute`)."""
+    """The model as llama.cpp's converter stores it: q and k rows of each head interleaved
+    (`LlamaModel.permute`).
+    """
     tensors = {}
     for name, parameter in model.named_parameters():
         array = parameter.detach().numpy()
@@ -114,7 +123,9 @@ def gguf_tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
         gguf_name = GGUF_NAMES[stem.split(".", 2)[2] if layer else stem]
         if gguf_name in ("attn_q", "attn_k"):
             heads = 4 if gguf_name == "attn_q" else 2
-            array = array.reshape(heads, 2, array.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(array.shape)
+            array = (
+                array.reshape(heads, 2, array.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(array.shape)
+            )
         tensors[f"blk.{layer}.{gguf_name}.weight" if layer else f"{gguf_name}.weight"] = array
     return tensors
 
@@ -142,7 +153,10 @@ def test_the_tokenizer_splits_digits_and_keeps_special_tokens_whole(write_gguf, 
 
 
 def test_the_gpt2_scheme_does_not_split_digits(write_gguf, tmp_path):
-    convert(write_gguf({**METADATA, "tokenizer.ggml.pre": "gpt-2"}, gguf_tensors(make_model(tied=True))), tmp_path / "hf")
+    convert(
+        write_gguf({**METADATA, "tokenizer.ggml.pre": "gpt-2"}, gguf_tensors(make_model(tied=True))),
+        tmp_path / "hf",
+    )
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").tokenize("12") == ["12"]
 
 

@@ -1,6 +1,8 @@
-"""Small models of every family whose elements are all different integers, and what each trainer rank and engine rank holds of them.
+"""Small models of every family whose elements are all different integers, and what each trainer rank and
+engine rank holds of them.
 
-Both sides are written down a second time here, with plain numpy, as Megatron's and vLLM's documentation state them; the plan is not used.
+Both sides are written down a second time here, with plain numpy, as Megatron's and vLLM's documentation state
+them; the plan is not used.
 """
 
 from dataclasses import replace
@@ -13,8 +15,10 @@ from megagrpo.parallel.layout import ParallelLayout
 
 families.load_all()
 SHAPE = {
-    "vocab_size": 101, "hidden_size": 8, "ffn_hidden_size": 24, "num_layers": 4, "num_attention_heads": 8, "num_query_groups": 4,
-    "head_dim": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 64, "rope_theta": 1e4,
+    "vocab_size": 101, "hidden_size": 8, "ffn_hidden_size": 24, "num_layers": 4, "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "head_dim": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 64,
+    "rope_theta": 1e4,
     "rope_type": "default", "rope_parameters": {}, "raw": {},
 }  # fmt: skip
 MODELS = {
@@ -49,9 +53,16 @@ def hf_tensors(hf: HFConfig) -> dict[str, np.ndarray]:
         ffn = hf.ffn_hidden_size
         if hf.num_experts:
             shapes[f"{p}mlp.gate.weight"] = (hf.num_experts, h)
-            mlps, ffn = [f"{p}mlp.experts.{expert}." for expert in range(hf.num_experts)], hf.raw["moe_intermediate_size"]
+            mlps, ffn = (
+                [f"{p}mlp.experts.{expert}." for expert in range(hf.num_experts)],
+                hf.raw["moe_intermediate_size"],
+            )
         for m in mlps:
-            shapes |= {f"{m}gate_proj.weight": (ffn, h), f"{m}up_proj.weight": (ffn, h), f"{m}down_proj.weight": (h, ffn)}
+            shapes |= {
+                f"{m}gate_proj.weight": (ffn, h),
+                f"{m}up_proj.weight": (ffn, h),
+                f"{m}down_proj.weight": (h, ffn),
+            }
     tensors, start = {}, 0
     for name, shape in shapes.items():
         count = int(np.prod(shape))
@@ -64,12 +75,17 @@ def parameter_rules(hf: HFConfig):
     return FAMILIES.get(hf.model_type).parameter_rules(hf)
 
 
-def held_by(hf: HFConfig, tensors: dict[str, np.ndarray], layout: ParallelLayout, rank: int, padded_vocab: int) -> dict[str, np.ndarray]:
+def held_by(
+    hf: HFConfig, tensors: dict[str, np.ndarray], layout: ParallelLayout, rank: int, padded_vocab: int
+) -> dict[str, np.ndarray]:
     """A trainer rank's slices of the HF tensors; vocabulary padding is -1."""
     at = layout.coordinates(rank)
     chunks = layout.chunk_layers(hf.num_layers)
     own_layers = [
-        sum(chunks[:chunk]) + number for chunk, count in enumerate(chunks) if chunk % layout.pp == at.pp for number in range(count)
+        sum(chunks[:chunk]) + number
+        for chunk, count in enumerate(chunks)
+        if chunk % layout.pp == at.pp
+        for number in range(count)
     ]
     held = {}
     for name, tensor in tensors.items():
@@ -95,7 +111,9 @@ def held_by(hf: HFConfig, tensors: dict[str, np.ndarray], layout: ParallelLayout
     return held
 
 
-def kept_by(hf: HFConfig, tensors: dict[str, np.ndarray], tp: int, ep: int, rank: int) -> dict[str, np.ndarray]:
+def kept_by(
+    hf: HFConfig, tensors: dict[str, np.ndarray], tp: int, ep: int, rank: int
+) -> dict[str, np.ndarray]:
     """What rank `rank` of a vLLM engine holds, fused as vLLM fuses; its vocabulary padding is -2."""
     kept = {}
     kv_shards = min(tp, hf.num_query_groups)
@@ -123,9 +141,16 @@ def kept_by(hf: HFConfig, tensors: dict[str, np.ndarray], tp: int, ep: int, rank
         for layer in range(hf.num_layers):
             p = f"model.layers.{layer}.mlp.experts."
             part = {
-                n: [np.split(tensors[f"{p}{e}.{n}_proj.weight"], cut, axis=1 if n == "down" else 0)[rank % cut] for e in experts]
+                n: [
+                    np.split(tensors[f"{p}{e}.{n}_proj.weight"], cut, axis=1 if n == "down" else 0)[
+                        rank % cut
+                    ]
+                    for e in experts
+                ]
                 for n in ("gate", "up", "down")
             }
-            kept[f"{p}w13_weight"] = np.stack([np.concatenate(pair) for pair in zip(part["gate"], part["up"], strict=True)])
+            kept[f"{p}w13_weight"] = np.stack(
+                [np.concatenate(pair) for pair in zip(part["gate"], part["up"], strict=True)]
+            )
             kept[f"{p}w2_weight"] = np.stack(part["down"])
     return kept

@@ -1,4 +1,6 @@
-"""Blockwise float8 against a float64 reference that rounds with a table of all numbers of the format, and against vLLM's own."""
+"""Blockwise float8 against a float64 reference that rounds with a table of all numbers of the format, and
+against vLLM's own.
+"""
 
 import subprocess
 from itertools import pairwise
@@ -10,8 +12,11 @@ import torch
 
 from megagrpo.weights.block_fp8 import accumulate_amax, compute_scales, quantize_slice
 
-# Every e4m3fn number that is not NaN: sign, 4 exponent bits of bias 7, 3 mantissa bits (OCP 8-bit floating point specification, table 2).
-MAGNITUDES = [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
+# Every e4m3fn number that is not NaN: sign, 4 exponent bits of bias 7, 3 mantissa bits (OCP 8-bit floating
+# point specification, table 2).
+MAGNITUDES = [m / 8 * 2.0**-6 for m in range(8)] + [
+    (1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)
+]
 FINITE = [sign * magnitude for sign in (1, -1) for magnitude in MAGNITUDES if magnitude < 480]
 VLLM_PYTHON = Path(".engines/vllm/bin/python")
 
@@ -53,12 +58,20 @@ def test_values_and_scales_are_those_of_a_dense_float64_reference(shape, dtype):
     tensor = weights(*shape, dtype)
     quantized, scales = quantize(tensor)
     exact = tensor.double().numpy()
-    amax = np.array([[np.abs(exact[r : r + 128, c : c + 128]).max() for c in range(0, shape[1], 128)] for r in range(0, shape[0], 128)])
-    np.testing.assert_array_equal(scales.numpy(), (np.maximum(amax, np.float32(1e-4)) / 448).astype(np.float32))
+    amax = np.array(
+        [
+            [np.abs(exact[r : r + 128, c : c + 128]).max() for c in range(0, shape[1], 128)]
+            for r in range(0, shape[0], 128)
+        ]
+    )
+    np.testing.assert_array_equal(
+        scales.numpy(), (np.maximum(amax, np.float32(1e-4)) / 448).astype(np.float32)
+    )
     scaled = exact / in_blocks(scales.double().numpy(), shape)
     found, table = quantized.double().numpy(), np.array(FINITE)
     nearest = np.abs(table[:, None] - scaled.reshape(-1)).min(0).reshape(shape)
-    # The nearest number of the format, but for what two float32 roundings of `scaled` (2^-23 of it) move across a tie.
+    # The nearest number of the format, but for what two float32 roundings of `scaled` (2^-23 of it) move
+    # across a tie.
     assert (np.abs(found - scaled) <= nearest + np.abs(scaled) * 2.0**-22).all()
     # Half a step: 2^-4 of a normal number, 2^-10 below the smallest of these, 2^-6.
     error = np.abs(found - scaled)
@@ -66,7 +79,9 @@ def test_values_and_scales_are_those_of_a_dense_float64_reference(shape, dtype):
     assert np.abs(found).max() <= 448
 
 
-@pytest.mark.parametrize(("row_cuts", "column_cuts"), [((100,), ()), ((), (70, 140)), ((128,), (128,)), ((1, 5, 257), (3, 150))])
+@pytest.mark.parametrize(
+    ("row_cuts", "column_cuts"), [((100,), ()), ((), (70, 140)), ((128,), (128,)), ((1, 5, 257), (3, 150))]
+)
 def test_slices_quantise_to_the_bytes_of_the_whole(row_cuts, column_cuts):
     tensor = weights(300, 200)
     whole, scales = quantize(tensor)
@@ -95,4 +110,6 @@ def test_bytes_and_scales_are_those_that_vllm_quantises_to(tmp_path, dtype):
     subprocess.run(command, check=True, timeout=200)
     expected, expected_scales = torch.load(tmp_path / "quantized")
     quantized, scales = quantize(tensor)
-    assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales, expected_scales)
+    assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(
+        scales, expected_scales
+    )

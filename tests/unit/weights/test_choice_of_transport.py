@@ -32,7 +32,11 @@ def test_memory_is_shared_only_where_all_are_on_one_host(monkeypatch, places, ch
 
 
 def test_shared_memory_with_an_engine_elsewhere_is_refused(monkeypatch):
-    with pytest.raises(UserError, match=r"weights.transport: shared_memory: ranks and engines are on 2 hosts; take group or disk"):
+    with pytest.raises(
+        UserError,
+        match=r"weights.transport: shared_memory: ranks and engines are on 2 "
+        r"hosts; take group or disk",
+    ):
         choose(monkeypatch, "shared_memory", [("a", ELSEWHERE)])
 
 

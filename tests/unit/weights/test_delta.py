@@ -1,4 +1,6 @@
-"""Changed blocks are found bit by bit, wherever a slice lies in the engine's parameter, and laid over the old tensor exactly."""
+"""Changed blocks are found bit by bit, wherever a slice lies in the engine's parameter, and laid over the
+old tensor exactly.
+"""
 
 from dataclasses import replace
 
@@ -6,7 +8,13 @@ import pytest
 import torch
 
 from megagrpo.rollout.engines.host.held_version import HeldVersion
-from megagrpo.rollout.engines.host.manifest import BucketManifest, ManifestError, TensorEntry, checksum_of, open_tensors
+from megagrpo.rollout.engines.host.manifest import (
+    BucketManifest,
+    ManifestError,
+    TensorEntry,
+    checksum_of,
+    open_tensors,
+)
 from megagrpo.weights.boxes import slices
 from megagrpo.weights.delta import BLOCK_ELEMENTS, compare
 
@@ -32,9 +40,15 @@ def sent(tmp_path, old, new, places, grid):
     ("shape", "grid", "places"),
     [
         ((10, 200), (10, 200), [((0, 10), (0, 200))]),
-        ((10, 200), (10, 200), [((0, 10), (0, 130)), ((0, 10), (130, 200))]),  # columns of a row-parallel weight
+        # columns of a row-parallel weight
+        ((10, 200), (10, 200), [((0, 10), (0, 130)), ((0, 10), (130, 200))]),
         ((300,), (300,), [((0, 7),), ((7, 300),)]),
-        ((3, 8, 50), (3, 8, 50), [((e, e + 1), (0, 4), (0, 50)) for e in range(3)] + [((e, e + 1), (4, 8), (0, 50)) for e in range(3)]),
+        (
+            (3, 8, 50),
+            (3, 8, 50),
+            [((e, e + 1), (0, 4), (0, 50)) for e in range(3)]
+            + [((e, e + 1), (4, 8), (0, 50)) for e in range(3)],
+        ),
         ((3, 8, 50), (3, 8, 50), [((e, e + 1), (0, 8), (c, c + 25)) for e in range(3) for c in (0, 25)]),
         ((8, 50), (1, 8, 50), [((0, 1), (0, 8), (0, 50))]),
     ],
@@ -48,7 +62,8 @@ def test_changes_make_the_old_tensor_into_the_new_one(tmp_path, shape, grid, pla
         manifest, nbytes = sent(tmp_path, old, new, places, grid)
         manifest = BucketManifest.from_json(manifest.to_json())
         received = dict(open_tensors(manifest, 0, {"w": old}))
-        assert received.keys() == ({"w"} if changes else set())  # where nothing changed there is nothing to load
+        # where nothing changed there is nothing to load
+        assert received.keys() == ({"w"} if changes else set())
         assert torch.equal(received.get("w", old), new)
         assert nbytes <= changes * BLOCK_ELEMENTS * dtype.itemsize
         assert (nbytes == 0) == (changes == 0)
@@ -71,7 +86,13 @@ def test_changes_to_a_tensor_that_is_not_there_or_another_are_refused(tmp_path):
     (entry,) = manifest.tensors
     patch = replace(entry.patches[0], start=50)
     with pytest.raises(ManifestError, match="of 100"):
-        list(open_tensors(replace(manifest, tensors=(replace(entry, patches=(patch, *entry.patches[1:])),)), 0, {"w": old}))
+        list(
+            open_tensors(
+                replace(manifest, tensors=(replace(entry, patches=(patch, *entry.patches[1:])),)),
+                0,
+                {"w": old},
+            )
+        )
     with pytest.raises(ManifestError, match="checksum"):
         list(open_tensors(replace(manifest, tensors=(replace(entry, checksum="00000001"),)), 0, {"w": old}))
 
@@ -100,6 +121,8 @@ def test_changes_are_refused_by_an_engine_rank_that_does_not_hold_what_they_are_
         held.check(bucket_of(5, 3))
     held.check(bucket_of(5, 4))
     held.begin(5)  # and no more of it comes
-    with pytest.raises(ManifestError, match="changes to version 4 came, this engine rank holds parts of version 5"):
+    with pytest.raises(
+        ManifestError, match="changes to version 4 came, this engine rank holds parts of version 5"
+    ):
         held.check(bucket_of(6, 4))
     held.check(bucket_of(6, None))

@@ -33,7 +33,9 @@ def cut(data, box):
 def test_shares_of_any_cut_combine_to_the_checksum_of_the_whole(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
     dtype = data.draw(st.sampled_from(DTYPES))
-    tensor = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))).to(dtype)
+    tensor = torch.randint(
+        0, 200, shape, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    ).to(dtype)
     boxes = cut(data, tuple((0, size) for size in shape))
     shares = [compute_share(tensor[slices(box)], box, shape) for box in boxes]
     assert combine_shares(shares, tensor.nbytes) == whole_checksum(tensor)
@@ -42,12 +44,18 @@ def test_shares_of_any_cut_combine_to_the_checksum_of_the_whole(data):
 def test_rows_that_nobody_sends_count_as_zeros():
     tensor = torch.randn(7, 5)
     padded = torch.cat([tensor, torch.zeros(3, 5)])
-    assert combine_shares([compute_share(tensor, ((0, 7), (0, 5)), (10, 5))], padded.nbytes) == whole_checksum(padded)
+    assert combine_shares(
+        [compute_share(tensor, ((0, 7), (0, 5)), (10, 5))], padded.nbytes
+    ) == whole_checksum(padded)
 
 
 def test_a_part_at_another_place_has_another_share():
     part = torch.randn(2, 3)
-    shares = {compute_share(part, ((row, row + 2), (column, column + 3)), (6, 6)) for row in range(5) for column in range(4)}
+    shares = {
+        compute_share(part, ((row, row + 2), (column, column + 3)), (6, 6))
+        for row in range(5)
+        for column in range(4)
+    }
     assert len(shares) == 20
 
 

@@ -1,4 +1,6 @@
-"""Carrying out every rank's plan on labelled models gives each engine rank what it keeps, every element once, from a rank that has it."""
+"""Carrying out every rank's plan on labelled models gives each engine rank what it keeps, every element
+once, from a rank that has it.
+"""
 
 from collections import defaultdict
 from itertools import pairwise
@@ -25,7 +27,9 @@ def build_plan(hf, layout, grid, bucket_bytes=2000, itemsize=4):
 
 
 def read(held, transfer, source, layout, hf):
-    """What a sender reads for a transfer, from the slices that it holds; a box that it does not hold fails here."""
+    """What a sender reads for a transfer, from the slices that it holds; a box that it does not hold fails
+    here.
+    """
     parts = []
     experts = range(*transfer.box[0]) if source.is_expert else [None]
     for expert in experts:
@@ -35,16 +39,24 @@ def read(held, transfer, source, layout, hf):
         begin = [0] * tensor.ndim
         if dimension is not None:
             shards = layout.expert_tp if source.is_expert else layout.tp
-            shard = transfer.sender % layout.expert_tp if source.is_expert else layout.coordinates(transfer.sender).tp
+            shard = (
+                transfer.sender % layout.expert_tp
+                if source.is_expert
+                else layout.coordinates(transfer.sender).tp
+            )
             begin[dimension] = source.split_size // shards * shard
         local = shift(box, tuple(begin), -1)
-        assert intersect(local, whole(tensor.shape)) == local, f"{transfer} reads beyond what rank {transfer.sender} holds"
+        assert intersect(local, whole(tensor.shape)) == local, (
+            f"{transfer} reads beyond what rank {transfer.sender} holds"
+        )
         parts.append(tensor[slices(local)])
     return parts[0] if transfer.box and not source.is_expert else np.stack(parts)
 
 
 def carry_out(hf, layout, grid, plan):
-    """Return each (replica, destination)'s parameters by name, -2 where nothing arrived, and the elements that each rank sent."""
+    """Return each (replica, destination)'s parameters by name, -2 where nothing arrived, and the elements
+    that each rank sent.
+    """
     tensors = hf_tensors(hf)
     arrived = {
         (replica, destination): [np.full(target.grid, -2) for target in targets]
@@ -57,12 +69,17 @@ def carry_out(hf, layout, grid, plan):
         for bucket in plan.buckets:
             for transfer in plan.sends(bucket, rank):
                 assert transfer.sender == rank and bucket.first <= transfer.target < bucket.last
-                view = arrived[transfer.replica, transfer.destination][transfer.target][slices(transfer.place)]
+                view = arrived[transfer.replica, transfer.destination][transfer.target][
+                    slices(transfer.place)
+                ]
                 assert (view == -2).all(), f"{transfer} arrives twice"
                 view[...] = read(held, transfer, plan.sources[transfer.source], layout, hf)
                 sent[rank] += transfer.numel
     named = {
-        place: {target.name: array.reshape(target.shape) for target, array in zip(plan.targets[place[1]], arrays, strict=True)}
+        place: {
+            target.name: array.reshape(target.shape)
+            for target, array in zip(plan.targets[place[1]], arrays, strict=True)
+        }
         for place, arrays in arrived.items()
     }
     return tensors, named, sent
@@ -118,7 +135,8 @@ def test_every_engine_rank_gets_what_it_keeps_exactly_once(family, layout, grid)
 )
 @pytest.mark.parametrize(
     "grid",
-    [grid for grid in GRIDS.values() if 12 % grid.tp == 0] + [EngineGrid(2, 4, 4, "sharded"), EngineGrid(1, 4, 2, "sharded")],
+    [grid for grid in GRIDS.values() if 12 % grid.tp == 0]
+    + [EngineGrid(2, 4, 4, "sharded"), EngineGrid(1, 4, 2, "sharded")],
     ids=str,
 )
 def test_experts_reach_the_engine_ranks_that_share_them_out(layout, grid):
@@ -127,18 +145,25 @@ def test_experts_reach_the_engine_ranks_that_share_them_out(layout, grid):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2]), dp=st.integers(1, 3),
+    tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2]),
+    dp=st.integers(1, 3),
     replicas=st.integers(1, 5), engine_tp=st.sampled_from([1, 2, 4, 8]), sharded=st.booleans(),
     bucket_bytes=st.sampled_from([1, 700, 10**6]),
 )  # fmt: skip
 def test_any_grid_reaches_any_engine_grid(tp, pp, cp, dp, replicas, engine_tp, sharded, bucket_bytes):
     layout = ParallelLayout(tp * pp * cp * dp, tp=tp, pp=pp, cp=cp)
-    check(MODELS["qwen2"], layout, EngineGrid(replicas, engine_tp, 1, "sharded" if sharded else "full"), bucket_bytes)
+    check(
+        MODELS["qwen2"],
+        layout,
+        EngineGrid(replicas, engine_tp, 1, "sharded" if sharded else "full"),
+        bucket_bytes,
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 8])
 def test_ranks_that_hold_the_same_slices_send_nearly_the_same(replicas):
-    # Rows are the finest cut. Rows of 8 elements and vectors of 2 to 8 are coarser here than in any real model, the bound holds anyway.
+    # Rows are the finest cut. Rows of 8 elements and vectors of 2 to 8 are coarser here than in any real
+    # model, the bound holds anyway.
     layout, hf = ParallelLayout(16, tp=2, pp=2), deeper(MODELS["qwen3"], 16)
     _, sent = check(hf, layout, EngineGrid(replicas, 2, 1, "sharded"), 10**5)
     for place in [(tp, pp) for tp in range(2) for pp in range(2)]:
@@ -146,7 +171,9 @@ def test_ranks_that_hold_the_same_slices_send_nearly_the_same(replicas):
         assert max(group) <= 1.10 * np.mean(group), (place, group)
 
 
-@pytest.mark.parametrize("grid", [GRIDS["full"], GRIDS["sharded tp2 x 3"], EngineGrid(3, 4, 4, "sharded")], ids=str)
+@pytest.mark.parametrize(
+    "grid", [GRIDS["full"], GRIDS["sharded tp2 x 3"], EngineGrid(3, 4, 4, "sharded")], ids=str
+)
 def test_a_receiver_expects_what_the_senders_send_and_in_their_order(grid):
     layout = ParallelLayout(8, tp=2, ep=2, pp=2)
     plan = build_plan(MODELS["qwen3_moe"], layout, grid)
@@ -177,11 +204,19 @@ def test_buckets_keep_to_their_size_and_never_cut_a_fused_parameter(layout):
 
 def test_the_hash_tells_plans_apart_and_equal_inputs_have_equal_plans():
     def digest(**changes):
-        settings = {"layout": ParallelLayout(4, tp=2), "grid": EngineGrid(1, 2, 1, "sharded"), "bucket_bytes": 2000} | changes
+        settings = {
+            "layout": ParallelLayout(4, tp=2),
+            "grid": EngineGrid(1, 2, 1, "sharded"),
+            "bucket_bytes": 2000,
+        } | changes
         return build_plan(MODELS["llama"], **settings).hash
 
     assert digest() == digest()
-    others = [digest(layout=ParallelLayout(4, pp=2)), digest(grid=EngineGrid(2, 2, 1, "sharded")), digest(bucket_bytes=4000)]
+    others = [
+        digest(layout=ParallelLayout(4, pp=2)),
+        digest(grid=EngineGrid(2, 2, 1, "sharded")),
+        digest(bucket_bytes=4000),
+    ]
     assert len({digest(), *others}) == 4
 
 
@@ -194,12 +229,16 @@ def test_parts_of_a_box_are_a_partition_of_it():
 
 
 def test_an_engine_grid_says_what_does_not_divide():
-    assert EngineGrid(tp=3).validate(8, 3, None) == ["8 attention heads are not a multiple of the engine's tp 3"]
+    assert EngineGrid(tp=3).validate(8, 3, None) == [
+        "8 attention heads are not a multiple of the engine's tp 3"
+    ]
     assert "neither" in EngineGrid(tp=8).validate(8, 3, None)[0]
     assert "ep 3" in EngineGrid(tp=4, ep=3).validate(8, 4, 8)[0]
     assert EngineGrid(tp=8, ep=4).validate(8, 2, 8) == []
 
 
 def test_labels_are_all_different():
-    labels = np.concatenate([tensor.ravel() for tensor in labelled_models.hf_tensors(MODELS["qwen3_moe"]).values()])
+    labels = np.concatenate(
+        [tensor.ravel() for tensor in labelled_models.hf_tensors(MODELS["qwen3_moe"]).values()]
+    )
     assert len(np.unique(labels)) == len(labels)

@@ -1,4 +1,6 @@
-"""Which tensors of a model travel as float8, under which names, and which ranks send them and their scales."""
+"""Which tensors of a model travel as float8, under which names, and which ranks send them and their
+scales.
+"""
 
 import pytest
 from labelled_models import MODELS, parameter_rules
@@ -14,11 +16,17 @@ from megagrpo.weights.targets import EngineGrid
 
 @pytest.mark.parametrize("family", MODELS)
 def test_the_weights_of_linear_layers_and_experts_are_quantised_and_nothing_else(family):
-    """What is linear is known from the rules: it is split between ranks, has two dimensions and is no vocabulary."""
+    """What is linear is known from the rules: it is split between ranks, has two dimensions and is no
+    vocabulary.
+    """
     hf = MODELS[family]
     sources = build_sources(parameter_rules(hf), hf, ParallelLayout(1), hf.vocab_size)
     quantized = {source.name for source in quantize_sources(sources) if source.dtype == "float8_e4m3fn"}
-    linear = {s.name for s in sources if s.kind in ("qkv", "gate_up", "column", "row") and len(s.shape) - s.is_expert == 2}
+    linear = {
+        s.name
+        for s in sources
+        if s.kind in ("qkv", "gate_up", "column", "row") and len(s.shape) - s.is_expert == 2
+    }
     assert quantized == linear and quantized
 
 
@@ -44,7 +52,11 @@ def test_the_targets_are_the_tensors_of_a_quantised_checkpoint(family):
 
 @pytest.mark.parametrize(
     ("family", "world", "sizes"),
-    [("llama", 4, {"tp": 2, "pp": 2}), ("qwen3_moe", 8, {"tp": 2, "ep": 2}), ("qwen3_moe", 8, {"tp": 4, "ep": 2, "etp": 4})],
+    [
+        ("llama", 4, {"tp": 2, "pp": 2}),
+        ("qwen3_moe", 8, {"tp": 2, "ep": 2}),
+        ("qwen3_moe", 8, {"tp": 4, "ep": 2, "etp": 4}),
+    ],
 )
 def test_every_byte_is_sent_once_by_a_rank_that_holds_it(family, world, sizes):
     hf, layout = MODELS[family], ParallelLayout(world, **sizes)
@@ -56,11 +68,20 @@ def test_every_byte_is_sent_once_by_a_rank_that_holds_it(family, world, sizes):
             for transfer in plan.sends(bucket, rank):
                 key = transfer.replica, transfer.target
                 sent[key] = sent.get(key, 0) + numel(transfer.box)
-    assert sent == {(replica, number): target.numel for replica in range(3) for number, target in enumerate(plan.targets[0])}
+    assert sent == {
+        (replica, number): target.numel
+        for replica in range(3)
+        for number, target in enumerate(plan.targets[0])
+    }
 
 
 def test_the_servers_configuration_leaves_routers_and_the_output_layer_out():
-    names = ["model.embed_tokens.weight", "model.layers.0.mlp.gate.weight", "model.layers.0.mlp.gate_proj.weight", "lm_head.weight"]
+    names = [
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "lm_head.weight",
+    ]
     config = quantization_config(names)
     assert config["modules_to_not_convert"] == ["model.layers.0.mlp.gate", "lm_head"]
     assert config["weight_block_size"] == [128, 128] and config["quant_method"] == "fp8"

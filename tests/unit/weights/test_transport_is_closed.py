@@ -1,4 +1,6 @@
-"""A publish gives back the memory of the transport that it used, also where layout `sharded` takes its place."""
+"""A publish gives back the memory of the transport that it used, also where layout `sharded` takes its
+place.
+"""
 
 from types import SimpleNamespace
 

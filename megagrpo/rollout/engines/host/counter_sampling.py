@@ -35,14 +35,22 @@ def sample_rows(
     Args:
         logits: [R, V].
         positions: int64 [R], of the last input token in its sequence.
-        draws: int64 [R, 3]: the key of the row's stream of uniforms (`row_keys`, as a signed integer), the tokens of its prompt, and
-            whether it is greedy.
-        temperatures, top_ks, top_ps: [R]; a greedy row's are not looked at. A top_k of the vocabulary or more keeps all of it.
+        draws: int64 [R, 3]: the key of the row's stream of uniforms (`row_keys`, as a signed integer), the
+            tokens of its prompt, and whether it is greedy.
+        temperatures, top_ks, top_ps: [R]; a greedy row's are not looked at. A top_k of the vocabulary or more
+            keeps all of it.
     """
     columns = draws.cpu().numpy()
-    drawn = positions.cpu().numpy().astype(np.int64) + 1 - columns[:, _PROMPT_TOKENS]  # tokens that the completion has already
-    uniforms = torch.from_numpy(_sampling.draw_uniforms(columns[:, _KEY].astype(np.uint64), drawn)).to(logits.device)
-    kinds = list(zip(temperatures.tolist(), top_ks.tolist(), top_ps.tolist(), columns[:, _GREEDY].tolist(), strict=True))
+    # tokens that the completion has already
+    drawn = positions.cpu().numpy().astype(np.int64) + 1 - columns[:, _PROMPT_TOKENS]
+    uniforms = torch.from_numpy(_sampling.draw_uniforms(columns[:, _KEY].astype(np.uint64), drawn)).to(
+        logits.device
+    )
+    kinds = list(
+        zip(
+            temperatures.tolist(), top_ks.tolist(), top_ps.tolist(), columns[:, _GREEDY].tolist(), strict=True
+        )
+    )
     tokens = torch.empty(len(kinds), dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(len(kinds), dtype=torch.float32, device=logits.device)
     for kind in dict.fromkeys(kinds):

@@ -11,15 +11,23 @@ class HeldVersion:
 
     def __init__(self) -> None:
         self._committed: int | None = None
-        self._loading: int | None = None  # the version of which buckets have come; what is committed is not whole any more
+        # the version of which buckets have come; what is committed is not whole any more
+        self._loading: int | None = None
 
     def check(self, manifest: BucketManifest) -> None:
         """Raise ManifestError if a bucket holds changes to another version than the one that is here."""
         if manifest.base is None or manifest.version == self._loading:
             return
         if self._loading is not None or manifest.base != self._committed:
-            held = f"parts of version {self._loading}" if self._loading is not None else f"version {self._committed}"
-            raise ManifestError(f"version {manifest.version}: changes to version {manifest.base} came, this engine rank holds {held}")
+            held = (
+                f"parts of version {self._loading}"
+                if self._loading is not None
+                else f"version {self._committed}"
+            )
+            raise ManifestError(
+                f"version {manifest.version}: changes to version {manifest.base} came, this "
+                f"engine rank holds {held}"
+            )
 
     def begin(self, version: int) -> None:
         """Note that parameters are about to be overwritten."""

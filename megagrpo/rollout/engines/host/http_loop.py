@@ -1,6 +1,8 @@
-"""JSON over HTTP/1.1 in an event loop that runs something else too: POST and GET with a Content-Length, connections kept alive.
+"""JSON over HTTP/1.1 in an event loop that runs something else too: POST and GET with a Content-Length,
+connections kept alive.
 
-Runs inside engine processes: standard library only. Enough for one client that is ours, on the loopback interface; no more.
+Runs inside engine processes: standard library only. Enough for one client that is ours, on the loopback
+    interface; no more.
 """
 
 import asyncio
@@ -10,7 +12,9 @@ import socket
 from collections.abc import Awaitable, Callable
 
 Handler = Callable[[bytes], Awaitable[bytes]]
-"""Takes the body of a request, returns that of the answer: JSON, or nothing. A `RefusedError` is answered with 400."""
+"""Takes the body of a request, returns that of the answer: JSON, or nothing. A `RefusedError` is answered
+with 400.
+"""
 
 _MAX_HEADER_BYTES = 64 * 2**10
 
@@ -20,7 +24,9 @@ class RefusedError(Exception):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take a port, so that a port that is taken is found before anything is loaded; nobody is answered yet. Raises OSError."""
+    """Take a port, so that a port that is taken is found before anything is loaded; nobody is answered
+    yet. Raises OSError.
+    """
     taken = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     taken.bind((host, port))
@@ -47,11 +53,16 @@ async def serve(taken: socket.socket, routes: dict[tuple[str, str], Handler]) ->
     await server.serve_forever()
 
 
-async def _answer_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, routes: dict[tuple[str, str], Handler]) -> bool:
+async def _answer_one(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, routes: dict[tuple[str, str], Handler]
+) -> bool:
     """Read and answer one request; say whether another may come."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     method, target, _ = head[0].split(" ", 2)
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+    headers = {
+        name.strip().lower(): value.strip()
+        for name, _, value in (line.partition(":") for line in head[1:] if line)
+    }
     body = await reader.readexactly(int(headers.get("content-length", 0)))
     handler = routes.get((method, target.partition("?")[0]))
     if handler is None:
@@ -63,7 +74,13 @@ async def _answer_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
             status, answer = http.HTTPStatus.BAD_REQUEST, _error(str(refusal))
         except Exception as error:  # told to the client; the other requests go on
             status, answer = http.HTTPStatus.INTERNAL_SERVER_ERROR, _error(f"{type(error).__name__}: {error}")
-    lines = [f"HTTP/1.1 {status.value} {status.phrase}", "Content-Type: application/json", f"Content-Length: {len(answer)}", "", ""]
+    lines = [
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(answer)}",
+        "",
+        "",
+    ]
     writer.write("\r\n".join(lines).encode() + answer)
     await writer.drain()
     return headers.get("connection", "").lower() != "close"

@@ -1,9 +1,11 @@
-"""What one bucket of published weights holds and where it lies: the only thing that trainer and engine process both know.
+"""What one bucket of published weights holds and where it lies: the only thing that trainer and engine
+process both know.
 
-This file runs inside engine processes too, in their own Python environments: it imports torch and the standard library, nothing of ours.
-A manifest travels as JSON; the bytes lie in a file of shared memory or on disk, in memory that is opened by a handle (CUDA IPC), or in
-what came through a process group, at the offsets that it names. All are read in one way, without a copy: a tensor is a view that lives as
-long as the sender leaves the memory alone, that is until the bucket is acknowledged. What must last longer is copied.
+This file runs inside engine processes too, in their own Python environments: it imports torch and the
+standard library, nothing of ours. A manifest travels as JSON; the bytes lie in a file of shared memory or on
+disk, in memory that is opened by a handle (CUDA IPC), or in what came through a process group, at the offsets
+that it names. All are read in one way, without a copy: a tensor is a view that lives as long as the sender
+leaves the memory alone, that is until the bucket is acknowledged. What must last longer is copied.
 """
 
 import base64
@@ -18,7 +20,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-MAPPED_TRANSPORTS = ("shared_memory", "disk")  # location {"path": file}; the offsets count from the file's first byte
+# location {"path": file}; the offsets count from the file's first byte
+MAPPED_TRANSPORTS = ("shared_memory", "disk")
 LAYOUTS = ("full", "sharded")
 
 
@@ -28,14 +31,17 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True)
 class Patch:
-    """Blocks of a tensor that changed: element k of a block is number start + row * stride + block * length + k of the flat tensor."""
+    """Blocks of a tensor that changed: element k of a block is number start + row * stride + block *
+    length + k of the flat tensor.
+    """
 
     start: int
     stride: int
     rows: int
     blocks: int  # of each row
     length: int  # elements of a block
-    changed: str  # one bit for each block, row by row, the first one highest; hexadecimal, padded to whole bytes
+    # one bit for each block, row by row, the first one highest; hexadecimal, padded to whole bytes
+    changed: str
 
     def mask(self) -> torch.Tensor:
         """Return which blocks changed: bool [rows, blocks]."""
@@ -55,7 +61,8 @@ class TensorEntry:
     nbytes: int
     checksum: str  # `checksum_of` the tensor; with patches, of the bytes sent
     rank: int | None = None  # the engine rank that it is for; None: every rank of the engine
-    # None: all is sent; else blocks, patch by patch, to lay over what the rank has. Where there are no patches nothing is loaded.
+    # None: all is sent; else blocks, patch by patch, to lay over what the rank has. Where there are no
+    # patches nothing is loaded.
     patches: tuple[Patch, ...] | None = None
 
     @property
@@ -96,7 +103,9 @@ class BucketManifest:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ManifestError(f"bucket manifest: not readable: {type(error).__name__}: {error}") from None
         if manifest.layout not in LAYOUTS:
-            raise ManifestError(f"bucket manifest: layout {manifest.layout!r} is none of {', '.join(LAYOUTS)}")
+            raise ManifestError(
+                f"bucket manifest: layout {manifest.layout!r} is none of {', '.join(LAYOUTS)}"
+            )
         return manifest
 
     def entries_for(self, rank: int) -> list[TensorEntry]:
@@ -111,13 +120,16 @@ def _read_entry_fields(fields: dict[str, Any]) -> TensorEntry:
 
 
 def checksum_of(tensor: torch.Tensor) -> str:
-    """Return the CRC-32 of a tensor's bytes in row-major order, as eight hexadecimal digits. Made on the CPU."""
+    """Return the CRC-32 of a tensor's bytes in row-major order, as eight hexadecimal digits. Made on the
+    CPU.
+    """
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{zlib.crc32(flat.numpy()):08x}"
 
 
 def check_tensor(entry: TensorEntry, tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """Refuse a received tensor (of another shape than the entry's, where one is given) that is not its entry's, or not finite.
+    """Refuse a received tensor (of another shape than the entry's, where one is given) that is not its
+    entry's, or not finite.
 
     Raises:
         ManifestError: shape, dtype or checksum differ (both values are named), or a value is NaN or infinite.
@@ -143,16 +155,21 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def open_tensors(
-    manifest: BucketManifest, rank: int = 0, current: Mapping[str, torch.Tensor] | None = None, memory: torch.Tensor | None = None
+    manifest: BucketManifest,
+    rank: int = 0,
+    current: Mapping[str, torch.Tensor] | None = None,
+    memory: torch.Tensor | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of what engine rank `rank` loads from a bucket; every one is checked before it is handed out.
+    """Yield (name, tensor) of what engine rank `rank` loads from a bucket; every one is checked before it is
+    handed out.
 
     Args:
         current: the rank's tensors of the version before, which patches are laid over (in copies).
         memory: the bucket's, where this process received it (transfer_group); None: it is opened.
 
     Raises:
-        ManifestError: the transport is none that is opened here, the file is missing or too short, or `check_tensor` refuses a tensor.
+        ManifestError: the transport is none that is opened here, the file is missing or too short, or
+            `check_tensor` refuses a tensor.
     """
     memory = open_memory(manifest) if memory is None else memory
     for entry in manifest.entries_for(rank):
@@ -161,13 +178,17 @@ def open_tensors(
         elif not entry.patches:
             continue
         elif current is None or entry.name not in current:
-            raise ManifestError(f"weight {entry.name!r}: its changes were sent, but engine rank {rank} has no older version of it")
+            raise ManifestError(
+                f"weight {entry.name!r}: its changes were sent, but engine rank {rank} has "
+                "no older version of it"
+            )
         else:
             yield entry.name, apply_patches(entry, memory, current[entry.name])
 
 
 def open_memory(manifest: BucketManifest) -> torch.Tensor:
-    """Return a bucket's memory, uint8 [bytes]: a file that is mapped, or memory of another process that its handle opens.
+    """Return a bucket's memory, uint8 [bytes]: a file that is mapped, or memory of another process that its
+    handle opens.
 
     Raises:
         ManifestError: the transport is none that is read here, or the file or the memory is not there.
@@ -176,31 +197,43 @@ def open_memory(manifest: BucketManifest) -> torch.Tensor:
         if manifest.transport in MAPPED_TRANSPORTS:
             with open(manifest.location["path"], "rb") as file:
                 # A private view: writes would not reach the file.
-                return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+                return torch.frombuffer(
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8
+                )
         if manifest.transport == "ipc":
             return _open_cuda_memory(manifest.location)
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         where = manifest.location.get("path", manifest.transport)
-        raise ManifestError(f"bucket of version {manifest.version}: {where}: {type(error).__name__}: {error}") from None
-    raise ManifestError(f"bucket manifest: transport {manifest.transport!r} is none of {', '.join(MAPPED_TRANSPORTS)}, ipc")
+        raise ManifestError(
+            f"bucket of version {manifest.version}: {where}: {type(error).__name__}: {error}"
+        ) from None
+    raise ManifestError(
+        f"bucket manifest: transport {manifest.transport!r} is none of {', '.join(MAPPED_TRANSPORTS)}, ipc"
+    )
 
 
 IPC_FIELDS = (
-    "storage_handle", "storage_size_bytes", "storage_offset_bytes", "ref_counter_handle", "ref_counter_offset", "event_handle",
+    "storage_handle", "storage_size_bytes", "storage_offset_bytes", "ref_counter_handle",
+    "ref_counter_offset", "event_handle",
     "event_sync_required",
 )  # fmt: skip
 
 
 def _open_cuda_memory(location: dict[str, Any]) -> torch.Tensor:
-    """Open the CUDA memory of a process on the same machine: uint8 [nbytes]. Nothing of a location is executed.
+    """Open the CUDA memory of a process on the same machine: uint8 [nbytes]. Nothing of a location is
+    executed.
 
     Args:
-        location: "nbytes", "tensor_offset", "device" (the GPU's UUID: its number differs between processes) and IPC_FIELDS, byte strings
-            in base64: what torch knows of a CUDA tensor that it shares.
+        location: "nbytes", "tensor_offset", "device" (the GPU's UUID: its number differs between processes)
+            and IPC_FIELDS, byte strings in base64: what torch knows of a CUDA tensor that it shares.
     """
-    devices = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+    devices = [
+        str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())
+    ]
     if location["device"] not in devices:
-        raise ValueError(f"GPU {location['device']} is not visible here ({', '.join(devices) or 'no GPU is'})")
+        raise ValueError(
+            f"GPU {location['device']} is not visible here ({', '.join(devices) or 'no GPU is'})"
+        )
     handle = {name: location[name] for name in IPC_FIELDS}
     handle |= {name: base64.b64decode(handle[name]) for name in IPC_FIELDS if name.endswith("_handle")}
     return rebuild_cuda_tensor(
@@ -220,11 +253,15 @@ def apply_patches(entry: TensorEntry, memory: torch.Tensor, current: torch.Tenso
     """Return a copy of `current` with the blocks that changed.
 
     Raises:
-        ManifestError: shape or dtype is another, a patch goes beyond the tensor, or `read_entry` refuses the blocks.
+        ManifestError: shape or dtype is another, a patch goes beyond the tensor, or `read_entry` refuses the
+            blocks.
     """
     if tuple(current.shape) != entry.shape or current.dtype != entry.torch_dtype:
         have = f"{current.dtype} {list(current.shape)}"
-        raise ManifestError(f"weight {entry.name!r}: changes of torch.{entry.dtype} {list(entry.shape)}, the engine rank has {have}")
+        raise ManifestError(
+            f"weight {entry.name!r}: changes of torch.{entry.dtype} {list(entry.shape)}, "
+            f"the engine rank has {have}"
+        )
     tensor = current.detach().clone(memory_format=torch.contiguous_format)
     patches = entry.patches or ()
     masks = [patch.mask() for patch in patches]
@@ -235,7 +272,9 @@ def apply_patches(entry: TensorEntry, memory: torch.Tensor, current: torch.Tenso
         if patch.start < 0 or end > tensor.numel():
             raise ManifestError(f"weight {entry.name!r}: a patch ends at element {end} of {tensor.numel()}")
         size, stride = (patch.rows, patch.blocks, patch.length), (patch.stride, patch.length, 1)
-        tensor.view(-1).as_strided(size, stride, patch.start)[mask.to(tensor.device)] = blocks.view(-1, patch.length).to(tensor.device)
+        tensor.view(-1).as_strided(size, stride, patch.start)[mask.to(tensor.device)] = blocks.view(
+            -1, patch.length
+        ).to(tensor.device)
     return tensor
 
 
@@ -258,7 +297,9 @@ def read_entry(entry: TensorEntry, memory: torch.Tensor, count: int, shape: tupl
 
 
 def build_ack(manifest: BucketManifest, rank: int = 0) -> dict[str, Any]:
-    """Return what engine rank `rank` answers when it has loaded, and so checked, all its tensors of a bucket."""
+    """Return what engine rank `rank` answers when it has loaded, and so checked, all its tensors of a
+    bucket.
+    """
     entries = manifest.entries_for(rank)
     return {
         "rank": rank,

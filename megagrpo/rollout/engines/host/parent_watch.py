@@ -1,7 +1,7 @@
 """Ends a server when the process that started it has gone. Runs inside the server: standard library only.
 
-The parent holds the other end of the server's standard input and never writes to it. The end of file there means that the parent has
-ended, by whatever signal.
+The parent holds the other end of the server's standard input and never writes to it. The end of file there
+means that the parent has ended, by whatever signal.
 """
 
 import os
@@ -10,7 +10,8 @@ import sys
 import threading
 
 _GRACE_SECONDS = 5.0
-# A process outside of the group does it: a server that ends at the first signal could not send its children the second.
+# A process outside of the group does it: a server that ends at the first signal could not send its children
+# the second.
 _END_GROUP = """
 import os, signal, sys, time
 group, grace = int(sys.argv[1]), float(sys.argv[2])
@@ -24,7 +25,8 @@ except ProcessLookupError:  # all have ended
 
 
 def watch_parent() -> None:
-    """Watch from a thread of its own; on the parent's end the whole process group is asked to end, then killed.
+    """Watch from a thread of its own; on the parent's end the whole process group is asked to end, then
+    killed.
 
     Raises:
         RuntimeError: the server does not lead a process group of its own: the parent's would be hit.
@@ -37,4 +39,6 @@ def watch_parent() -> None:
 def _end_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
-    subprocess.Popen([sys.executable, "-c", _END_GROUP, str(os.getpgrp()), str(_GRACE_SECONDS)], start_new_session=True)
+    subprocess.Popen(
+        [sys.executable, "-c", _END_GROUP, str(os.getpgrp()), str(_GRACE_SECONDS)], start_new_session=True
+    )

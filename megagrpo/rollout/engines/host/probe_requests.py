@@ -1,7 +1,8 @@
-"""Which requests a server answers while it verifies new weights: probes, told by their ids. Read on both sides: standard library only.
+"""Which requests a server answers while it verifies new weights: probes, told by their ids. Read on both
+sides: standard library only.
 
-A server that holds a new version serves it only after its log-probs were compared with the trainer's. Until then requests that are on
-their way wait in its scheduler, and a probe alone is decoded.
+A server that holds a new version serves it only after its log-probs were compared with the trainer's. Until
+then requests that are on their way wait in its scheduler, and a probe alone is decoded.
 """
 
 _MARK = "weights-probe-"

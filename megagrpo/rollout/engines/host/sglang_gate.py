@@ -1,6 +1,8 @@
-"""SGLang's scheduler, which decodes probes alone from a version's commit until it serves: all other requests stay in the queue.
+"""SGLang's scheduler, which decodes probes alone from a version's commit until it serves: all other requests
+stay in the queue.
 
-The gate is the same on all ranks of the engine: it is moved by instructions, which all of them follow between two batches.
+The gate is the same on all ranks of the engine: it is moved by instructions, which all of them follow between
+    two batches.
 """
 
 from typing import Any

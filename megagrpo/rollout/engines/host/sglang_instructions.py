@@ -1,7 +1,9 @@
-"""What the trainer tells an SGLang server to do with weights, and what it answers. Read on both sides: standard library only.
+"""What the trainer tells an SGLang server to do with weights, and what it answers. Read on both sides:
+standard library only.
 
-An instruction travels as the body of `/update_weights_from_tensor`, with `load_format` LOAD_FORMAT and its JSON in the place of the
-pickled tensors. The message of the reply is JSON as well: the acknowledgements of all engine ranks.
+An instruction travels as the body of `/update_weights_from_tensor`, with `load_format` LOAD_FORMAT and its
+JSON in the place of the pickled tensors. The message of the reply is JSON as well: the acknowledgements of
+all engine ranks.
 """
 
 import base64
@@ -12,18 +14,23 @@ LOAD_FORMAT = "megagrpo_manifest"
 
 
 def load_body(manifest_json: str) -> dict[str, Any]:
-    """Return the request that loads one bucket; the weight version and the caches stay as they are until the commit."""
+    """Return the request that loads one bucket; the weight version and the caches stay as they are until
+    the commit.
+    """
     return _body({"load": manifest_json}, flush_cache=False)
 
 
 def receive_body(manifest_json: str, group_name: str) -> dict[str, Any]:
-    """Return the body of `/update_weights_from_distributed` that receives one bucket through a group, and loads it as `load_body` does."""
+    """Return the body of `/update_weights_from_distributed` that receives one bucket through a group, and
+    loads it as `load_body` does.
+    """
     described = {"names": [manifest_json], "dtypes": [], "shapes": []}  # the manifest says all of that
     return described | {"group_name": group_name, "load_format": LOAD_FORMAT, "flush_cache": False}
 
 
 def commit_body(version: int) -> dict[str, Any]:
-    """Return the request that makes what was loaded `version`, on a server whose requests are retracted: caches are dropped.
+    """Return the request that makes what was loaded `version`, on a server whose requests are retracted:
+    caches are dropped.
 
     From then on probes alone are decoded.
     """
@@ -36,24 +43,31 @@ def serve_body(version: int) -> dict[str, Any]:
 
 
 def describe_body() -> dict[str, Any]:
-    """Return the request for the names, dtypes and shapes of every engine rank's parameters; nothing is changed."""
+    """Return the request for the names, dtypes and shapes of every engine rank's parameters; nothing is
+    changed.
+    """
     return _body({"describe": None})
 
 
 def checksums_body() -> dict[str, Any]:
-    """Return the request for the checksums (manifest.checksum_of) of every engine rank's parameters; nothing is changed."""
+    """Return the request for the checksums (manifest.checksum_of) of every engine rank's parameters;
+    nothing is changed.
+    """
     return _body({"checksums": None})
 
 
 def read_reply(message: str) -> list[dict[str, Any]]:
-    """Return the ranks' answers from a reply's message; SGLang appends a sentence of its own to a commit's."""
+    """Return the ranks' answers from a reply's message; SGLang appends a sentence of its own to a
+    commit's.
+    """
     return json.JSONDecoder().raw_decode(message)[0]
 
 
 def read_instruction(payload: bytes) -> dict[str, Any]:
     """Return an instruction from a decoded payload.
 
-    {"load": manifest as JSON}, {"commit": version}, {"serve": version}, {"describe": None} or {"checksums": None}.
+    {"load": manifest as JSON}, {"commit": version}, {"serve": version}, {"describe": None} or {"checksums":
+    None}.
     """
     return json.loads(payload)
 

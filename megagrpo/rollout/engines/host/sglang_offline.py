@@ -1,6 +1,7 @@
 """`sglang.Engine` behind the routes that the trainer calls: SGLang's processes without its HTTP server.
 
-What SGLang's routes do for us is done with the same methods of the tokenizer manager, so that the trainer's side is one for both.
+What SGLang's routes do for us is done with the same methods of the tokenizer manager, so that the trainer's
+side is one for both.
 """
 
 import base64
@@ -21,12 +22,16 @@ def run(server_args: Any) -> None:
 
 
 def build_routes(manager: Any) -> dict[tuple[str, str], Handler]:
-    """Return the handlers of an engine's tokenizer manager: those of SGLang's routes that `engines/sglang.py` calls."""
+    """Return the handlers of an engine's tokenizer manager: those of SGLang's routes that
+    `engines/sglang.py` calls.
+    """
     from sglang.srt.managers import io_struct
 
     async def generate(body: bytes) -> bytes:
         try:
-            answer = await manager.generate_request(io_struct.GenerateReqInput(**orjson.loads(body)), None).__anext__()
+            answer = await manager.generate_request(
+                io_struct.GenerateReqInput(**orjson.loads(body)), None
+            ).__anext__()
         except ValueError as error:
             raise RefusedError(str(error)) from None
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
@@ -62,17 +67,27 @@ def build_routes(manager: Any) -> dict[tuple[str, str], Handler]:
         ("POST", "/generate"): generate,
         ("POST", "/abort_request"): abort,
         ("POST", "/update_weights_from_tensor"): load,
-        ("POST", "/init_weights_update_group"): update("init_weights_update_group", io_struct.InitWeightsUpdateGroupReqInput),
+        ("POST", "/init_weights_update_group"): update(
+            "init_weights_update_group", io_struct.InitWeightsUpdateGroupReqInput
+        ),
         ("POST", "/update_weights_from_distributed"): update(
             "update_weights_from_distributed", io_struct.UpdateWeightsFromDistributedReqInput
         ),
         ("POST", "/pause_generation"): control("pause_generation", io_struct.PauseGenerationReqInput),
-        ("POST", "/continue_generation"): control("continue_generation", io_struct.ContinueGenerationReqInput),
-        ("POST", "/release_memory_occupation"): control("release_memory_occupation", io_struct.ReleaseMemoryOccupationReqInput, None),
-        ("POST", "/resume_memory_occupation"): control("resume_memory_occupation", io_struct.ResumeMemoryOccupationReqInput, None),
+        ("POST", "/continue_generation"): control(
+            "continue_generation", io_struct.ContinueGenerationReqInput
+        ),
+        ("POST", "/release_memory_occupation"): control(
+            "release_memory_occupation", io_struct.ReleaseMemoryOccupationReqInput, None
+        ),
+        ("POST", "/resume_memory_occupation"): control(
+            "resume_memory_occupation", io_struct.ResumeMemoryOccupationReqInput, None
+        ),
     }
     if hasattr(io_struct, "BeginWeightUpdateReqInput"):  # SGLang 0.5.21 and later
-        routes["POST", "/begin_weight_update"] = update("begin_weight_update", io_struct.BeginWeightUpdateReqInput)
+        routes["POST", "/begin_weight_update"] = update(
+            "begin_weight_update", io_struct.BeginWeightUpdateReqInput
+        )
         routes["POST", "/end_weight_update"] = update("end_weight_update", io_struct.EndWeightUpdateReqInput)
     return routes
 

@@ -1,11 +1,14 @@
-"""Starts an SGLang server that a trainer can feed: `python sglang_server.py --model-path ... (SGLang's own arguments)`.
+"""Starts an SGLang server that a trainer can feed: `python sglang_server.py --model-path ... (SGLang's own
+arguments)`.
 
-With --end-with-parent before them the server ends when the process that started it does (host/parent_watch.py); with --offline after
-that it is `sglang.Engine` behind a loop of ours (sglang_offline) in place of SGLang's HTTP server.
-Runs in the engine's Python environment, where megagrpo is not installed, and is started by its path. SGLang spawns its scheduler
-processes, which import this file again as `__mp_main__`: what stands at the top level is in place in all of them.
+With --end-with-parent before them the server ends when the process that started it does
+(host/parent_watch.py); with --offline after that it is `sglang.Engine` behind a loop of ours (sglang_offline)
+in place of SGLang's HTTP server. Runs in the engine's Python environment, where megagrpo is not installed,
+and is started by its path. SGLang spawns its scheduler processes, which import this file again as
+`__mp_main__`: what stands at the top level is in place in all of them.
 
-Four things are added to SGLang: stand-ins for CUDA-only imports on a CPU (sglang_shims), sampling by counters (sglang_sampler),
+Four things are added to SGLang: stand-ins for CUDA-only imports on a CPU (sglang_shims), sampling by counters
+    (sglang_sampler),
 weights by manifest (sglang_updates), and a gate for requests while a new version is verified (sglang_gate).
 """
 

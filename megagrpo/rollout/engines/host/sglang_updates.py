@@ -1,9 +1,10 @@
-"""Weights by manifest inside SGLang: `/update_weights_from_tensor` with an instruction (sglang_instructions) in the tensors' place, and
-`/init_weights_update_group` and `/update_weights_from_distributed` for what comes through a process group with the trainer's ranks.
+"""Weights by manifest inside SGLang: `/update_weights_from_tensor` with an instruction (sglang_instructions)
+in the tensors' place, and `/init_weights_update_group` and `/update_weights_from_distributed` for what comes
+through a process group with the trainer's ranks.
 
-The bytes lie where the manifest says; each scheduler reads its own part of them, so nothing is pickled and nothing is copied but into
-the parameters. What is wrong with a bucket is found on any rank before a weight is touched on any. SGLang lets an exception in this
-endpoint end the whole server; from here none escapes.
+The bytes lie where the manifest says; each scheduler reads its own part of them, so nothing is pickled and
+nothing is copied but into the parameters. What is wrong with a bucket is found on any rank before a weight is
+touched on any. SGLang lets an exception in this endpoint end the whole server; from here none escapes.
 """
 
 import json
@@ -58,7 +59,9 @@ def install() -> None:
 
 
 def join_group(updater: Any, request: Any) -> tuple[bool, str]:
-    """Join a group, instead of the one before, on all ranks. Returns (whether all have joined, what is wrong)."""
+    """Join a group, instead of the one before, on all ranks. Returns (whether all have joined, what is
+    wrong).
+    """
     global _joined
     leave_group()
     group, error = updater.tp_cpu_group, None
@@ -81,7 +84,9 @@ def leave_group() -> None:
 
 
 def receive_bucket(manifest: BucketManifest) -> torch.Tensor:
-    """Receive this rank's part of a bucket; after an error the group is left: what is still on its way would be taken for the next one."""
+    """Receive this rank's part of a bucket; after an error the group is left: what is still on its way
+    would be taken for the next one.
+    """
     if _joined is None:
         raise ManifestError(f"bucket of version {manifest.version}: this engine rank has joined no group")
     try:
@@ -92,7 +97,9 @@ def receive_bucket(manifest: BucketManifest) -> torch.Tensor:
 
 
 def follow(updater: Any, request: Any) -> tuple[bool, str]:
-    """Follow one instruction, on all ranks alike. Returns (whether it was done, the ranks' answers as JSON or what is wrong)."""
+    """Follow one instruction, on all ranks alike. Returns (whether it was done, the ranks' answers as JSON
+    or what is wrong).
+    """
     try:
         instruction = read_instruction(request.serialized_named_tensors[0])
         action, operand = next(iter(instruction.items()))
@@ -100,9 +107,15 @@ def follow(updater: Any, request: Any) -> tuple[bool, str]:
         return False, f"not an instruction: {type(error).__name__}: {error}"
     group, model = updater.tp_cpu_group, updater.tp_worker.model_runner.model
     if action == "checksums":
-        return True, json.dumps(gather({name: checksum_of(parameter.cpu()) for name, parameter in model.named_parameters()}, group))
+        return True, json.dumps(
+            gather(
+                {name: checksum_of(parameter.cpu()) for name, parameter in model.named_parameters()}, group
+            )
+        )
     if action == "describe":
-        return True, json.dumps(gather({name: describe(parameter) for name, parameter in model.named_parameters()}, group))
+        return True, json.dumps(
+            gather({name: describe(parameter) for name, parameter in model.named_parameters()}, group)
+        )
     if action == "serve":
         set_gate(closed=False)
         return True, json.dumps(gather({"version": operand}, group))
@@ -126,7 +139,8 @@ def follow_load(updater: Any, manifest_json: str) -> tuple[bool, str]:
         return False, NO_SESSION
     success, message = load_bucket(manifest_json, updater.tp_worker.model_runner.model, updater.tp_cpu_group)
     if success and hasattr(updater, "_session"):
-        # As SGLang does after its own loaders: the end of the session then leaves out what follows a start from disk.
+        # As SGLang does after its own loaders: the end of the session then leaves out what follows a start
+        # from disk.
         updater._session = type(updater._session)(selector=updater._session.selector, loaded_weights=True)
     return success, message
 
@@ -140,14 +154,16 @@ def load_bucket(manifest_json: str, model: torch.nn.Module, group: Any) -> tuple
     """Check one bucket, then load it. Collective over `group`, the engine's ranks on the CPU.
 
     Returns:
-        (True, JSON list of one acknowledgement per rank), or (False, what is wrong, with the rank that found it).
+        (True, JSON list of one acknowledgement per rank), or (False, what is wrong, with the rank that found
+        it).
     """
     rank = torch.distributed.get_rank(group)
     try:
         manifest = BucketManifest.from_json(manifest_json)
         _held.check(manifest)
         memory = receive_bucket(manifest) if manifest.transport == "group" else None
-        tensors, error = list(open_tensors(manifest, rank, dict(model.named_parameters()), memory)), None  # views, checked
+        # views, checked
+        tensors, error = list(open_tensors(manifest, rank, dict(model.named_parameters()), memory)), None
         if manifest.layout == "sharded":
             check_parameters(model, tensors)
     except Exception as caught:  # whatever it is, the other ranks wait in the gather
@@ -179,7 +195,9 @@ def gather(value: Any, group: Any) -> list[Any]:
 
 def first_error(errors: Iterable[str | None]) -> str | None:
     """Return the first rank's error with its rank, or None."""
-    return next((f"engine rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None), None)
+    return next(
+        (f"engine rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None), None
+    )
 
 
 def check_parameters(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -189,7 +207,10 @@ def check_parameters(model: torch.nn.Module, tensors: list[tuple[str, torch.Tens
         if name not in parameters:
             raise ValueError(f"weight {name!r}: the engine's model has no such parameter")
         if tensor.shape != parameters[name].shape:
-            raise ValueError(f"weight {name!r}: shape {tuple(tensor.shape)}, the engine's is {tuple(parameters[name].shape)}")
+            raise ValueError(
+                f"weight {name!r}: shape {tuple(tensor.shape)}, the engine's is "
+                f"{tuple(parameters[name].shape)}"
+            )
 
 
 @torch.no_grad()

@@ -1,13 +1,18 @@
-"""Mends what stands between vLLM 0.32 and our models on a CPU. Imported in vLLM's workers before a model is built.
+"""Mends what stands between vLLM 0.32 and our models on a CPU. Imported in vLLM's workers before a model is
+built.
 
-Packed weights. In float32 vLLM computes with copies of the weights that are packed for oneDNN. A linear layer gives its parameter up for
-its copy, so there is nothing left to load new weights into. And vLLM's own reload leaves out the copy of an output layer that is tied to
-the embedding: it computes with the old weights from then on, without any error. Here the parameters stay, and `pack_weights` makes every
-copy anew. (Without packed copies a decode step of SmolLM2 costs 1.4 times as much.) Experts are packed in their own parameters: new weights
-would be read in an order that they are not in. They too get packed copies here, beside parameters that stay as they are.
+Packed weights. In float32 vLLM computes with copies of the weights that are packed for oneDNN. A linear layer
+gives its parameter up for its copy, so there is nothing left to load new weights into. And vLLM's own reload
+leaves out the copy of an output layer that is tied to
+the embedding: it computes with the old weights from then on, without any error. Here the parameters stay, and
+    `pack_weights` makes every
+copy anew. (Without packed copies a decode step of SmolLM2 costs 1.4 times as much.) Experts are packed in
+their own parameters: new weights would be read in an order that they are not in. They too get packed copies
+    here, beside parameters that stay as they are.
 
-Head sizes. vLLM's CPU kernels know a few sizes of attention heads, the smallest is 32; tiny models have smaller ones. Queries, keys and
-values are padded with zeros to the next size that it knows: zeros add nothing to a score, and the padding of the output is cut off.
+Head sizes. vLLM's CPU kernels know a few sizes of attention heads, the smallest is 32; tiny models have
+smaller ones. Queries, keys and values are padded with zeros to the next size that it knows: zeros add nothing
+to a score, and the padding of the output is cut off.
 """
 
 from collections.abc import Callable
@@ -25,13 +30,15 @@ _build_attention: Callable[..., None] = Attention.__init__
 _attend: Callable[..., torch.Tensor] = Attention.forward
 _pack_experts: Callable[..., None] = CPUUnquantizedExperts.process_weights_after_loading
 _apply_experts: Callable[..., None] = CPUUnquantizedExperts.apply
-_packed_experts: list[tuple[CPUUnquantizedExperts, torch.nn.Module]] = []  # with the layer that holds their parameters
+# with the layer that holds their parameters
+_packed_experts: list[tuple[CPUUnquantizedExperts, torch.nn.Module]] = []
 
 
 def apply_fixes() -> None:
     """Put the fixes in place; every model that is built afterwards has them."""
     vllm_cpu_fp8.install()
-    layer_utils.dispatch_cpu_unquantized_gemm = _pack_layer_and_keep_weight  # both of vLLM's callers look it up when they call it
+    # both of vLLM's callers look it up when they call it
+    layer_utils.dispatch_cpu_unquantized_gemm = _pack_layer_and_keep_weight
     Attention.__init__, Attention.forward = _build_padded_attention, _attend_padded
     CPUUnquantizedExperts.process_weights_after_loading = _note_and_pack_experts
     CPUUnquantizedExperts.apply = _apply_packed_experts
@@ -76,18 +83,27 @@ def _apply_packed_experts(
     _apply_experts(self, output, hidden_states, *self.packed_weights, *arguments, **options)
 
 
-def _build_padded_attention(self: Attention, num_heads: int, head_size: int, scale: float, *arguments: Any, **options: Any) -> None:
+def _build_padded_attention(
+    self: Attention, num_heads: int, head_size: int, scale: float, *arguments: Any, **options: Any
+) -> None:
     known = [size for size in CPUAttentionBackend.get_supported_head_sizes() if size >= head_size]
     _build_attention(self, num_heads, min(known, default=head_size), scale, *arguments, **options)
     self.true_head_size = head_size
 
 
 def _attend_padded(
-    self: Attention, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, *arguments: Any, **options: Any
+    self: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    *arguments: Any,
+    **options: Any,
 ) -> torch.Tensor:
     if self.true_head_size == self.head_size:
         return _attend(self, query, key, value, *arguments, **options)
-    query, key, value = (_pad_heads(states, self.true_head_size, self.head_size) for states in (query, key, value))
+    query, key, value = (
+        _pad_heads(states, self.true_head_size, self.head_size) for states in (query, key, value)
+    )
     output = _attend(self, query, key, value, *arguments, **options)
     heads = output.view(output.shape[0], self.num_heads, self.head_size)
     return heads[..., : self.true_head_size].reshape(output.shape[0], -1)

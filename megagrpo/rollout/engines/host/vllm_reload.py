@@ -1,6 +1,8 @@
-"""Loads a quantised model layer by layer, by vLLM's own reload: its kernels may have laid the parameters out anew when it started.
+"""Loads a quantised model layer by layer, by vLLM's own reload: its kernels may have laid the parameters out
+anew when it started.
 
-Each layer gets parameters as checkpoints have them, is loaded, and then laid out as at the start. What comes for a layer is kept until the
+Each layer gets parameters as checkpoints have them, is loaded, and then laid out as at the start. What comes
+for a layer is kept until the
 layer is complete, so it is copied: the sender's memory is its own again once a bucket is acknowledged.
 """
 
@@ -25,7 +27,9 @@ class LayerwiseReload:
         return self._worker.model_runner.get_model()
 
     def takes(self, version: int, names: set[str]) -> bool:
-        """Say whether tensors belong to this update; what comes again, or is of another version, is another attempt's."""
+        """Say whether tensors belong to this update; what comes again, or is of another version, is
+        another attempt's.
+        """
         return version == self.version and not names & self._names
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:

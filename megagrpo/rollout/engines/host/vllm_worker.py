@@ -1,4 +1,5 @@
-"""What of ours runs in vLLM's workers: taking weights from buckets. vLLM adds `WeightReceiver`'s methods to its worker class.
+"""What of ours runs in vLLM's workers: taking weights from buckets. vLLM adds `WeightReceiver`'s methods to
+its worker class.
 
 Weights are copied into the live parameters, a bucket at a time: nothing is staged, nothing is held twice.
 """
@@ -24,8 +25,8 @@ vllm_transfer.register()
 class WeightReceiver:
     """Methods of a vLLM worker, called on all of them through its `collective_rpc`.
 
-    A mistake of the sender's is answered, not raised: what a worker raises ends the whole server. Every answer is a JSON object, either
-    {"error": text} or what the method says.
+    A mistake of the sender's is answered, not raised: what a worker raises ends the whole server. Every
+    answer is a JSON object, either {"error": text} or what the method says.
     """
 
     def receive_bucket(self, manifest_json: str) -> dict[str, Any]:
@@ -37,14 +38,18 @@ class WeightReceiver:
             return _describe(error)
 
     def load_received(self) -> dict[str, Any]:
-        """Verify and load the bucket that the last `/update_weights` received; the acknowledgement of `manifest.build_ack`."""
+        """Verify and load the bucket that the last `/update_weights` received; the acknowledgement of
+        `manifest.build_ack`.
+        """
         try:
             return self._load(*self.weight_transfer_engine.take())
         except Exception as error:  # what a worker raises ends the server
             return _describe(error)
 
     def describe_transfer(self) -> dict[str, Any]:
-        """Say how the last step of a weight transfer went: {"rank", "is_open": between start and finish}, and "error" if it failed."""
+        """Say how the last step of a weight transfer went: {"rank", "is_open": between start and finish},
+        and "error" if it failed.
+        """
         answer = {"rank": self.rank, "is_open": self._weight_update_active}
         try:
             self.weight_transfer_engine.raise_error()
@@ -53,13 +58,19 @@ class WeightReceiver:
             return answer | _describe(error)
 
     def commit_weights(self, version: str) -> dict[str, Any]:
-        """Check that every parameter got its weights, and renew what is computed from them: {"rank", "version"}."""
+        """Check that every parameter got its weights, and renew what is computed from them: {"rank",
+        "version"}.
+        """
         try:
             self._finish_reload()
             of_version, loaded = self._update_in_progress()
             parameters = {name for name, _ in self._model().named_parameters()}
             if of_version != int(version) or (missing := sorted(parameters - loaded)):
-                lacks = f"{len(missing)} parameters got no weights: {', '.join(missing[:5])}" if of_version == int(version) else "none came"
+                lacks = (
+                    f"{len(missing)} parameters got no weights: {', '.join(missing[:5])}"
+                    if of_version == int(version)
+                    else "none came"
+                )
                 raise ManifestError(f"weight version {version}: {lacks}")
             if current_platform.is_cpu():
                 vllm_cpu.pack_weights(self._model())
@@ -70,7 +81,9 @@ class WeightReceiver:
             return _describe(error)
 
     def describe_parameters(self) -> dict[str, Any]:
-        """Return this worker's parameters: {"rank", "parameters": {name: {"dtype", "shape"}}}; tied ones once."""
+        """Return this worker's parameters: {"rank", "parameters": {name: {"dtype", "shape"}}}; tied ones
+        once.
+        """
         parameters = {
             name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
             for name, tensor in self._model().named_parameters()
@@ -78,7 +91,9 @@ class WeightReceiver:
         return {"rank": self.rank, "parameters": parameters}
 
     def checksum_parameters(self) -> dict[str, Any]:
-        """Return the CRC-32 of this worker's parameters: {"rank", "checksums": {name: eight hexadecimal digits}}."""
+        """Return the CRC-32 of this worker's parameters: {"rank", "checksums": {name: eight hexadecimal
+        digits}}.
+        """
         checksums = {}
         for name, tensor in self._model().named_parameters():
             plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -88,11 +103,17 @@ class WeightReceiver:
     def _load(self, manifest: BucketManifest, memory: torch.Tensor | None = None) -> dict[str, Any]:
         self._held.check(manifest)
         current = dict(self._model().named_parameters()) if manifest.layout == "sharded" else None
-        tensors = list(open_tensors(manifest, self.rank, current, memory))  # all are verified before the first is loaded
+        # all are verified before the first is loaded
+        tensors = list(open_tensors(manifest, self.rank, current, memory))
         self._held.begin(manifest.version)
-        loaded = self._load_full(manifest.version, tensors) if manifest.layout == "full" else self._write_slices(tensors)
+        loaded = (
+            self._load_full(manifest.version, tensors)
+            if manifest.layout == "full"
+            else self._write_slices(tensors)
+        )
         if manifest.base is not None:
-            loaded = {name for name, _ in self._model().named_parameters()}  # what did not come is what it was
+            # what did not come is what it was
+            loaded = {name for name, _ in self._model().named_parameters()}
         self._note_loaded(manifest.version, loaded)
         return build_ack(manifest, self.rank)
 
@@ -135,7 +156,8 @@ class WeightReceiver:
                 raise ManifestError(f"weight {name!r}: engine rank {self.rank} has no such parameter")
             if parameters[name].shape != tensor.shape:
                 raise ManifestError(
-                    f"weight {name!r}: shape {tuple(tensor.shape)}, that of engine rank {self.rank} is {tuple(parameters[name].shape)}"
+                    f"weight {name!r}: shape {tuple(tensor.shape)}, that of engine rank {self.rank} is "
+                    f"{tuple(parameters[name].shape)}"
                 )
         for name, tensor in tensors:
             parameters[name].copy_(tensor)

@@ -43,7 +43,9 @@ def test_an_engine_that_need_not_sleep_is_left_alone():
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_dead_engine_ends_no_update(when):
-    """It may belong to one rank alone: what is raised there would leave the others in the update's collectives."""
+    """It may belong to one rank alone: what is raised there would leave the others in the update's
+    collectives.
+    """
     engine = Engine()
     engine.state = "dead" if when == "before" else "serving"
     with asleep(engine, wanted=True):

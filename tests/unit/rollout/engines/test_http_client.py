@@ -66,7 +66,9 @@ def ignore(number, answer):
 
 def test_every_answer_is_handed_over_with_the_number_of_its_call(server):
     answers = {}
-    client_of(server).call_all([("/echo", {"number": number}) for number in range(20)], answers.__setitem__, 3, never, [])
+    client_of(server).call_all(
+        [("/echo", {"number": number}) for number in range(20)], answers.__setitem__, 3, never, []
+    )
     assert answers == {number: {"sent": {"number": number}} for number in range(20)}
 
 
@@ -88,9 +90,17 @@ def test_a_refusal_carries_what_the_server_said(server):
 
 def test_silence_ends_with_the_time_out(server):
     client = client_of(server, timeout_seconds=0.5)
-    with pytest.raises(EngineUnreachable, match=r"/wait was answered within engine.request_timeout_seconds = 0.5"):
+    with pytest.raises(
+        EngineUnreachable,
+        match=r"/wait was answered within engine.request_timeout_seconds "
+        r"= 0.5",
+    ):
         client.call("/wait", {})
-    with pytest.raises(EngineUnreachable, match=r"no request was answered within engine.request_timeout_seconds = 0.5"):
+    with pytest.raises(
+        EngineUnreachable,
+        match=r"no request was answered within "
+        r"engine.request_timeout_seconds = 0.5",
+    ):
         client.call_all([("/wait", {})], ignore, 1, never, [])
 
 
@@ -115,7 +125,10 @@ def test_an_abort_is_sent_and_keeps_back_what_was_not(server):
     result = {}
     calls = [("/wait", {"number": 0}), ("/echo", {"number": 1})]
     client = client_of(server)
-    thread = threading.Thread(target=client.call_all, args=(calls, result.__setitem__, 1, aborted.is_set, [("/release", {"ids": [0]})]))
+    thread = threading.Thread(
+        target=client.call_all,
+        args=(calls, result.__setitem__, 1, aborted.is_set, [("/release", {"ids": [0]})]),
+    )
     thread.start()
     deadline = time.monotonic() + 60
     while not server.posts and time.monotonic() < deadline:

@@ -1,4 +1,6 @@
-"""Tests of megagrpo.rollout.engines.kv_cache: attention over shared prompts equals dense causal attention in float64."""
+"""Tests of megagrpo.rollout.engines.kv_cache: attention over shared prompts equals dense causal attention
+in float64.
+"""
 
 from itertools import pairwise
 
@@ -16,7 +18,9 @@ def states(heads, tokens, seed):
 
 
 def dense_attention(query, keys, values):
-    """Causal attention [Hq, T, D] of one sequence; its queries are the last T positions of the keys [Hkv, S, D]."""
+    """Causal attention [Hq, T, D] of one sequence; its queries are the last T positions of the keys [Hkv,
+    S, D].
+    """
     group = query.shape[0] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     scores = query @ keys.transpose(1, 2) * SCALE
@@ -26,19 +30,24 @@ def dense_attention(query, keys, values):
 
 @pytest.mark.parametrize("query_heads", [2, 6])
 def test_rows_attend_to_their_own_prompt_and_their_own_tokens(query_heads):
-    lengths, prompt_slots, rows = [3, 1, 70], np.array([2, 0, 2, 1, 2]), 5  # 70 tokens take a second block of storage
+    # 70 tokens take a second block of storage
+    lengths, prompt_slots, rows = [3, 1, 70], np.array([2, 0, 2, 1, 2]), 5
     cache = RolloutCache()
     bounds = [0, *np.cumsum(lengths).tolist()]
     query, key, value = (states(heads, bounds[-1], seed) for seed, heads in enumerate((query_heads, 2, 2)))
     cache.step = PrefillStep(bounds, [0, 1, 2], (3, 70))
     output = cache.attend(0, query, key, value, SCALE)
     for start, end in pairwise(bounds):
-        torch.testing.assert_close(output[start:end], dense_attention(query[:, start:end], key[:, start:end], value[:, start:end]))
+        torch.testing.assert_close(
+            output[start:end], dense_attention(query[:, start:end], key[:, start:end], value[:, start:end])
+        )
 
     layout = RowLayout.build(prompt_slots, np.array(lengths), "cpu")
     own_keys, own_values = [[] for _ in range(rows)], [[] for _ in range(rows)]
     for step in range(67):
-        query, key, value = (states(heads, rows, 100 + 3 * step + seed) for seed, heads in enumerate((query_heads, 2, 2)))
+        query, key, value = (
+            states(heads, rows, 100 + 3 * step + seed) for seed, heads in enumerate((query_heads, 2, 2))
+        )
         cache.step = DecodeStep.build(layout, np.full(rows, step), rows)
         output = cache.attend(0, query, key, value, SCALE)
         for row in range(rows):
@@ -47,11 +56,15 @@ def test_rows_attend_to_their_own_prompt_and_their_own_tokens(query_heads):
         if step in (0, 1, 66):
             for row, slot in enumerate(prompt_slots):
                 prompt = slice(bounds[slot], bounds[slot + 1])
-                prompt_key, prompt_value = states(2, bounds[-1], 1)[:, prompt], states(2, bounds[-1], 2)[:, prompt]
+                prompt_key, prompt_value = (
+                    states(2, bounds[-1], 1)[:, prompt],
+                    states(2, bounds[-1], 2)[:, prompt],
+                )
                 keys = torch.cat([prompt_key, torch.stack(own_keys[row], 1)], 1)
                 values = torch.cat([prompt_value, torch.stack(own_values[row], 1)], 1)
                 expected = dense_attention(query[:, row : row + 1], keys, values)[0]
-                torch.testing.assert_close(output[row], expected, atol=1e-6, rtol=1e-6)  # the mask and the softmax are float32
+                # the mask and the softmax are float32
+                torch.testing.assert_close(output[row], expected, atol=1e-6, rtol=1e-6)
 
 
 def test_the_grid_holds_every_row_once_and_zeros_elsewhere():
@@ -61,7 +74,12 @@ def test_the_grid_holds_every_row_once_and_zeros_elsewhere():
     assert grid.shape == (2, 3, 3, 8)
     assert torch.equal(layout.to_rows(grid), rows)
     assert grid[0, :, 1:].abs().sum() == 0
-    assert layout.prompt_mask.tolist() == [[False] * 5, [False, False, True, True, True], [False] * 5, [False] * 5]
+    assert layout.prompt_mask.tolist() == [
+        [False] * 5,
+        [False, False, True, True, True],
+        [False] * 5,
+        [False] * 5,
+    ]
 
 
 def test_storage_grows_in_both_directions_and_keeps_what_it_holds():

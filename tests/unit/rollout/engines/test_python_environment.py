@@ -42,7 +42,8 @@ def test_this_python_comes_first_and_a_named_one_before_it(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("version", "message"), [("0.19.1", "version 0.19.1 .* at least 0.32 is needed"), ("", "has none of an-engine, an-")]
+    ("version", "message"),
+    [("0.19.1", "version 0.19.1 .* at least 0.32 is needed"), ("", "has none of an-engine, an-")],
 )
 def test_a_version_that_is_too_old_or_absent_is_told(tmp_path, version, message):
     with pytest.raises(UserError, match=message):

@@ -34,7 +34,9 @@ def test_a_follower_takes_note_of_a_start_at_another_address(follower):
 
 
 def test_a_server_that_is_taken_for_empty_is_given_any_version_whole(follower):
-    """A publish that another replica ended: this one may hold the old version, half of the new one, or all of it."""
+    """A publish that another replica ended: this one may hold the old version, half of the new one, or all
+    of it.
+    """
     with pytest.raises(EngineError, match="version 4 is not above version 4"):
         follower.begin_update(4)
     follower.begin_update(5)

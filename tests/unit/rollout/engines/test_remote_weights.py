@@ -25,7 +25,11 @@ class Server:
         self.asked.append("abort" if abort else "pause")
 
     def send_bucket(self, manifest):
-        self.asked.append({name: tensor.clone() for name, tensor in open_tensors(manifest)} if manifest.transport != "none" else "bucket")
+        self.asked.append(
+            {name: tensor.clone() for name, tensor in open_tensors(manifest)}
+            if manifest.transport != "none"
+            else "bucket"
+        )
         return [build_ack(manifest, rank) for rank in range(2)]
 
     def describe_parameters(self):
@@ -34,7 +38,11 @@ class Server:
 
 def manifest_of(*entries, version=1, layout="full"):
     return BucketManifest(
-        version, "none", {}, layout, tuple(TensorEntry(name, "float32", shape, 0, 4, "0", rank) for name, shape, rank in entries)
+        version,
+        "none",
+        {},
+        layout,
+        tuple(TensorEntry(name, "float32", shape, 0, 4, "0", rank) for name, shape, rank in entries),
     )
 
 
@@ -53,7 +61,11 @@ def test_loaded_tensors_reach_the_server_bit_for_bit_after_it_was_paused():
 
 def test_buckets_keep_to_their_size_and_a_larger_tensor_has_one_of_its_own():
     sizes = [10, 20, 200, 5, 5]
-    buckets = list(fill_buckets([(str(number), torch.zeros(size)) for number, size in enumerate(sizes)], bucket_bytes=4 * 30))
+    buckets = list(
+        fill_buckets(
+            [(str(number), torch.zeros(size)) for number, size in enumerate(sizes)], bucket_bytes=4 * 30
+        )
+    )
     assert [[tensor.numel() for _, tensor in bucket] for bucket in buckets] == [[10, 20], [200], [5, 5]]
 
 
@@ -72,13 +84,23 @@ def test_a_bucket_holds_what_was_there_when_it_was_filled():
 
 
 @pytest.mark.parametrize(
-    "spoil", [lambda ack: ack | {"version": 2}, lambda ack: ack | {"bytes": 0}, lambda ack: ack | {"tensors": {"a": "1"}}, lambda ack: None]
+    "spoil",
+    [
+        lambda ack: ack | {"version": 2},
+        lambda ack: ack | {"bytes": 0},
+        lambda ack: ack | {"tensors": {"a": "1"}},
+        lambda ack: None,
+    ],
 )
 def test_an_acknowledgement_that_differs_or_is_missing_is_an_error(spoil, monkeypatch):
     server = Server()
     weights = ServerWeights(SHAPES, server, is_owner=True)
     good = server.send_bucket
-    monkeypatch.setattr(server, "send_bucket", lambda manifest: [ack for ack in (good(manifest)[0], spoil(good(manifest)[1])) if ack])
+    monkeypatch.setattr(
+        server,
+        "send_bucket",
+        lambda manifest: [ack for ack in (good(manifest)[0], spoil(good(manifest)[1])) if ack],
+    )
     weights.begin(1)
     with pytest.raises(EngineError, match="the engine acknowledges"):
         weights.receive(manifest_of(("a", (2, 3), None)))
@@ -120,7 +142,11 @@ def test_a_bucket_of_another_version_is_refused_before_the_server_hears_of_it():
     weights = ServerWeights(SHAPES, server, is_owner=True)
     weights.begin(2)
     for wrong in (manifest_of(("a", (2, 3), None)), replace(manifest_of(("c", (1,), None)), version=2)):
-        with pytest.raises(EngineError, match=r"of version 1 came in the update to version 2|'c': the model has no such tensor"):
+        with pytest.raises(
+            EngineError,
+            match=r"of version 1 came in the update to version 2|'c': the model "
+            r"has no such tensor",
+        ):
             weights.receive(wrong)
     assert server.asked == [] and not weights.stale
 

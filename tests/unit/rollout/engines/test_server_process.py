@@ -1,4 +1,6 @@
-"""A server is told by its log when it fails, and nothing of it is left when it or the one who started it ends."""
+"""A server is told by its log when it fails, and nothing of it is left when it or the one who started it
+ends.
+"""
 
 import os
 import signal
@@ -26,7 +28,8 @@ import http.server, os, subprocess, sys
 sys.path.insert(0, {str(HOST_FOLDER)!r})
 from parent_watch import watch_parent
 watch_parent()
-ignore_the_first_signal = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+ignore_the_first_signal = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+ignore_the_first_signal += "print(flush=True); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", ignore_the_first_signal], stdout=subprocess.PIPE)
 child.stdout.readline()
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -40,7 +43,9 @@ server.serve_forever()
 
 
 def start(code, tmp_path, **environment):
-    return ServerProcess(lambda port: [sys.executable, "-c", code, str(port)], environment, tmp_path / "logs" / "server.log")
+    return ServerProcess(
+        lambda port: [sys.executable, "-c", code, str(port)], environment, tmp_path / "logs" / "server.log"
+    )
 
 
 def pids_in(path):
@@ -53,18 +58,27 @@ def pids_in(path):
 
 def wait_until_gone(pids):
     deadline = time.monotonic() + 60
-    while alive := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+    while alive := [
+        pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]:
         assert time.monotonic() < deadline, f"still there: {alive}"
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
     "said",
-    ["ValueError: no such model", "(Worker pid=7) ERROR 11-30 16:04:31 [core.py:15] pkg.mod.ValueError: no such model"],
+    [
+        "ValueError: no such model",
+        "(Worker pid=7) ERROR 11-30 16:04:31 [core.py:15] pkg.mod.ValueError: no such model",
+    ],
 )
 def test_a_server_that_ends_while_it_starts_is_told_with_its_last_error(tmp_path, said):
     server = start(f"print({said!r}); print('leaked nothing'); raise SystemExit(3)", tmp_path)
-    with pytest.raises(UserError, match=r"ended with code 3 while it started: .*ValueError: no such model \(log: .*server.log\)") as raised:
+    with pytest.raises(
+        UserError,
+        match=r"ended with code 3 while it started: .*ValueError: no such model "
+        r"\(log: .*server.log\)",
+    ) as raised:
         server.wait_ready(lambda: False, 60)
     assert "\n" not in str(raised.value) and "Worker" not in str(raised.value)
 
@@ -72,9 +86,15 @@ def test_a_server_that_ends_while_it_starts_is_told_with_its_last_error(tmp_path
 def test_an_error_is_told_with_the_lines_that_belong_to_it(tmp_path):
     """pydantic's first line only counts the mistakes."""
     server = start(
-        "print('x.ValidationError: 1 error for Model\\n  Value error, A is not supported\\nleaked'); raise SystemExit(1)", tmp_path
+        "print('x.ValidationError: 1 error for Model\\n  Value error, A is not supported\\nleaked'); raise "
+        "SystemExit(1)",
+        tmp_path,
     )
-    with pytest.raises(UserError, match=r": x.ValidationError: 1 error for Model Value error, A is not supported \(log"):
+    with pytest.raises(
+        UserError,
+        match=r": x.ValidationError: 1 error for Model Value error, A is not "
+        r"supported \(log",
+    ):
         server.wait_ready(lambda: False, 60)
 
 
@@ -106,7 +126,8 @@ def test_a_server_ends_with_its_children_when_the_one_who_started_it_is_killed(t
     import sys, time
     from pathlib import Path
     from megagrpo.rollout.engines.server_process import ServerProcess
-    ServerProcess(lambda port: [sys.executable, "-c", {SERVER!r}, str(port)], {{}}, Path({str(tmp_path / "log")!r}))
+    log = Path({str(tmp_path / "log")!r})
+    ServerProcess(lambda port: [sys.executable, "-c", {SERVER!r}, str(port)], {{}}, log)
     time.sleep(600)
     """
     environment = {**os.environ, "PIDS": str(tmp_path / "pids")}
@@ -121,7 +142,9 @@ def test_a_server_ends_with_its_children_when_the_one_who_started_it_is_killed(t
 
 
 def end_of(server):
-    """How it ended: a process whose threads are still being ended is a zombie already, but can't be reaped yet."""
+    """How it ended: a process whose threads are still being ended is a zombie already, but can't be reaped
+    yet.
+    """
     deadline = time.monotonic() + 60
     while (end := server.describe_end()) is None:
         assert time.monotonic() < deadline, "still there"
@@ -158,7 +181,11 @@ def test_a_server_whose_port_was_taken_meanwhile_is_started_on_another(tmp_path)
 
 def test_another_failure_is_not_tried_again(tmp_path):
     kind = Kind(tmp_path, first="raise ValueError('no such model')")
-    with pytest.raises(UserError, match=r"engine.name: fake: the server ended with code 1 .*ValueError: no such model"):
+    with pytest.raises(
+        UserError,
+        match=r"engine.name: fake: the server ended with code 1 .*ValueError: no "
+        r"such model",
+    ):
         OwnedServer(kind, tmp_path / "log")
     assert len(kind.ports) == 1
 

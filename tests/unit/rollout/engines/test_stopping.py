@@ -1,4 +1,6 @@
-"""Tests of megagrpo.rollout.engines.stopping: the reference decodes the whole completion after every token."""
+"""Tests of megagrpo.rollout.engines.stopping: the reference decodes the whole completion after every
+token.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ MERGES = [("Q", "u"), ("Qu", "e"), ("s", "t"), ("Ġ", "a"), (":", "Ġ"), ("Ċ", 
 
 def build_byte_tokenizer(merges):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: index for index, piece in enumerate([*alphabet, *("".join(pair) for pair in MERGES)])}
+    vocabulary = {
+        piece: index for index, piece in enumerate([*alphabet, *("".join(pair) for pair in MERGES)])
+    }
     backend = Tokenizer(models.BPE(vocabulary, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -23,7 +27,9 @@ def build_byte_tokenizer(merges):
 
 @pytest.fixture(scope="module")
 def byte_tokenizer():
-    """Byte-level BPE in which most characters beyond ASCII take two to four tokens, and a few merges join letters."""
+    """Byte-level BPE in which most characters beyond ASCII take two to four tokens, and a few merges join
+    letters.
+    """
     return build_byte_tokenizer(MERGES)
 
 
@@ -36,7 +42,9 @@ def unmerged_tokenizer():
 @pytest.fixture(scope="module")
 def word_tokenizer():
     """Word pieces whose decoder drops the space before the first token, as SentencePiece models do."""
-    vocabulary = {piece: index for index, piece in enumerate(["▁a", "▁b", "▁", "c", "d", "▁END", "E", "N", "D"])}
+    vocabulary = {
+        piece: index for index, piece in enumerate(["▁a", "▁b", "▁", "c", "d", "▁END", "E", "N", "D"])
+    }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="c"))
     backend.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -57,8 +65,12 @@ def first_end_by_full_decoding(tokenizer, token_ids, stop):
     return None
 
 
-@pytest.mark.parametrize("stop", ["\nQuestion:", "🙂", "日本", "本", "\nQ", "b  c", "END", "→ 🙂", "Question: a b", "absent", "é"])
-def test_a_stop_string_ends_with_the_token_that_completes_it_for_any_split_into_tokens(byte_tokenizer, unmerged_tokenizer, stop):
+@pytest.mark.parametrize(
+    "stop", ["\nQuestion:", "🙂", "日本", "本", "\nQ", "b  c", "END", "→ 🙂", "Question: a b", "absent", "é"]
+)
+def test_a_stop_string_ends_with_the_token_that_completes_it_for_any_split_into_tokens(
+    byte_tokenizer, unmerged_tokenizer, stop
+):
     for token_ids in (byte_tokenizer(TEXT)["input_ids"], unmerged_tokenizer(TEXT)["input_ids"]):
         assert byte_tokenizer.decode(token_ids) == TEXT
         expected = first_end_by_full_decoding(byte_tokenizer, token_ids, (stop,))
@@ -69,13 +81,17 @@ def test_a_stop_string_ends_with_the_token_that_completes_it_for_any_split_into_
 @pytest.mark.parametrize("stop", [" b", "a c", " END", "b E", "dd", "  "])
 def test_spaces_survive_where_the_decoder_drops_the_first_one(word_tokenizer, stop):
     token_ids = [0, 2, 3, 3, 4, 1, 4, 4, 0, 0, 2, 1, 1, 6, 7, 8, 1, 5]
-    assert first_end(word_tokenizer, token_ids, stop=(stop,)) == first_end_by_full_decoding(word_tokenizer, token_ids, (stop,))
+    assert first_end(word_tokenizer, token_ids, stop=(stop,)) == first_end_by_full_decoding(
+        word_tokenizer, token_ids, (stop,)
+    )
 
 
 def test_the_first_of_several_strings_ends_it(byte_tokenizer):
     token_ids = byte_tokenizer(TEXT)["input_ids"]
     stop = ("END", "", "code", "日")
-    assert first_end(byte_tokenizer, token_ids, stop=stop) == first_end_by_full_decoding(byte_tokenizer, token_ids, ("END", "code", "日"))
+    assert first_end(byte_tokenizer, token_ids, stop=stop) == first_end_by_full_decoding(
+        byte_tokenizer, token_ids, ("END", "code", "日")
+    )
 
 
 def test_a_special_token_can_be_given_as_a_string(byte_tokenizer):

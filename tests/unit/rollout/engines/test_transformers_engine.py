@@ -1,4 +1,6 @@
-"""Tests of what is special to the embedded engine: families, folders, batching and memory of the decode loop."""
+"""Tests of what is special to the embedded engine: families, folders, batching and memory of the decode
+loop.
+"""
 
 import json
 import shutil
@@ -53,11 +55,15 @@ def params(**fields):
     ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_a_teacher_forced_forward(tmp_path, tiny_model, character_tokenizer, prompts, family, overrides, temperature):
+def test_logprobs_equal_a_teacher_forced_forward(
+    tmp_path, tiny_model, character_tokenizer, prompts, family, overrides, temperature
+):
     model = tiny_model(family, **overrides)
     model.save_pretrained(tmp_path)
     engine = TransformersEngine(tmp_path, EngineConfig(), character_tokenizer, load_weights=True)
-    for prompt, group in zip(prompts, engine.generate(prompts, params(temperature=temperature), range(3)), strict=True):
+    for prompt, group in zip(
+        prompts, engine.generate(prompts, params(temperature=temperature), range(3)), strict=True
+    ):
         for completion in group:
             ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
             with torch.no_grad():
@@ -67,7 +73,9 @@ def test_logprobs_equal_a_teacher_forced_forward(tmp_path, tiny_model, character
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_weights_load_under_the_names_of_the_checkpoint(tmp_path, tiny_model, character_tokenizer, prompts, family):
+def test_weights_load_under_the_names_of_the_checkpoint(
+    tmp_path, tiny_model, character_tokenizer, prompts, family
+):
     from safetensors.torch import load_file
 
     tiny_model(family, tie_word_embeddings=family == "llama").save_pretrained(tmp_path)
@@ -77,7 +85,9 @@ def test_weights_load_under_the_names_of_the_checkpoint(tmp_path, tiny_model, ch
     for bucket in load_file(tmp_path / "model.safetensors").items():
         loaded.load([bucket])
     loaded.commit_update(1)
-    for expected, group in zip(from_folder.generate(prompts, params(), [0]), loaded.generate(prompts, params(), [0]), strict=True):
+    for expected, group in zip(
+        from_folder.generate(prompts, params(), [0]), loaded.generate(prompts, params(), [0]), strict=True
+    ):
         assert np.array_equal(expected[0].token_ids, group[0].token_ids)
         assert np.array_equal(expected[0].logprobs, group[0].logprobs)
 
@@ -106,7 +116,9 @@ def test_every_prompt_is_prefilled_once_and_never_padded(tiny_hf_folder, prompts
     calls = recorded_forwards(engine, monkeypatch)
     engine.generate(prompts, params(), range(4))
     prefills = [token_ids for token_ids, is_prefill in calls if is_prefill]
-    assert [token for prefill in prefills for token in prefill] == [token for prompt in prompts for token in prompt.token_ids]
+    assert [token for prefill in prefills for token in prefill] == [
+        token for prompt in prompts for token in prompt.token_ids
+    ]
     assert all(len(prefill) <= 18 for prefill in prefills)
 
 
@@ -117,7 +129,8 @@ def test_finished_rows_leave_and_waiting_ones_take_their_place(tiny_hf_folder, p
     lengths = [len(completion.token_ids) for group in groups for completion in group]
     decoded = [len(token_ids) for token_ids, is_prefill in calls if not is_prefill]
     assert max(decoded) <= 6
-    assert sum(decoded) == sum(lengths) - len(lengths)  # the first token comes from the prefill, the last is never fed back
+    # the first token comes from the prefill, the last is never fed back
+    assert sum(decoded) == sum(lengths) - len(lengths)
     assert len(set(lengths)) > 3
 
 
@@ -125,14 +138,20 @@ def test_more_completions_than_rows_are_served_in_parts(tiny_hf_folder, prompts)
     small, large = serving(tiny_hf_folder(), max_batch_completions=3), serving(tiny_hf_folder())
     expected = large.generate(prompts, params(), range(8))
     for got, group in zip(small.generate(prompts, params(), range(8)), expected, strict=True):
-        assert [completion.token_ids.tolist() for completion in got] == [completion.token_ids.tolist() for completion in group]
+        assert [completion.token_ids.tolist() for completion in got] == [
+            completion.token_ids.tolist() for completion in group
+        ]
 
 
 def test_logits_that_are_not_finite_name_the_prompt(tiny_hf_folder, prompts, monkeypatch):
     engine = serving(tiny_hf_folder())
     forward = engine._forward
-    monkeypatch.setattr(engine, "_forward", lambda *inputs: forward(*inputs).index_fill(0, torch.tensor([1]), torch.nan))
-    with pytest.raises(EngineError, match="prompt 1: the logits after token 0 of a completion are not finite"):
+    monkeypatch.setattr(
+        engine, "_forward", lambda *inputs: forward(*inputs).index_fill(0, torch.tensor([1]), torch.nan)
+    )
+    with pytest.raises(
+        EngineError, match="prompt 1: the logits after token 0 of a completion are not finite"
+    ):
         engine.generate(prompts, params(), [0])
 
 
@@ -140,7 +159,12 @@ def test_end_tokens_are_the_union_of_what_the_folder_declares(tiny_hf_folder, tm
     folder = shutil.copytree(tiny_hf_folder(), tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert serving(folder)._end_token_ids == {2, 5, 6}
-    ends = {int(c.token_ids[-1]) for g in serving(folder).generate(prompts, params(), range(8)) for c in g if c.finish_reason == "stop"}
+    ends = {
+        int(c.token_ids[-1])
+        for g in serving(folder).generate(prompts, params(), range(8))
+        for c in g
+        if c.finish_reason == "stop"
+    }
     assert ends and ends <= {2, 5, 6}
 
 

@@ -35,9 +35,17 @@ def test_every_row_of_a_mixed_batch_is_drawn_as_if_it_were_alone():
     keys = sampling.row_keys(7, 2, range(len(kinds)), [4] * len(kinds))
     assert (keys >> np.uint64(63)).any()  # some are negative as signed integers
 
-    draws = torch.stack([torch.from_numpy(keys.view(np.int64)), prompt_tokens, torch.tensor([k.temperature == 0 for k in kinds])], dim=1)
+    draws = torch.stack(
+        [
+            torch.from_numpy(keys.view(np.int64)),
+            prompt_tokens,
+            torch.tensor([k.temperature == 0 for k in kinds]),
+        ],
+        dim=1,
+    )
     settings = (
-        torch.tensor([kind.temperature or 1.0 for kind in kinds]),  # SGLang's form of a greedy request: top_k 1 at temperature 1
+        # SGLang's form of a greedy request: top_k 1 at temperature 1
+        torch.tensor([kind.temperature or 1.0 for kind in kinds]),
         torch.tensor([1 if kind.temperature == 0 else kind.top_k or WHOLE for kind in kinds]),
         torch.tensor([kind.top_p for kind in kinds]),
     )
@@ -46,26 +54,33 @@ def test_every_row_of_a_mixed_batch_is_drawn_as_if_it_were_alone():
         uniforms = torch.from_numpy(sampling.draw_uniforms(keys[row : row + 1], place[row : row + 1].numpy()))
         expected = sampling.sample_tokens(logits[row : row + 1], uniforms, replace(kind, max_new_tokens=1))
         assert tokens[row] == expected[0][0]
-        np.testing.assert_allclose(logprobs[row], expected[1][0], atol=1e-6, rtol=0)  # temperatures pass as float32
+        # temperatures pass as float32
+        np.testing.assert_allclose(logprobs[row], expected[1][0], atol=1e-6, rtol=0)
 
 
 def test_only_the_greedy_row_of_two_with_top_k_1_has_the_log_prob_of_the_whole_vocabulary():
     logits = torch.tensor([[0.0, 1.0, 2.0]]).repeat(2, 1)
     draws = torch.tensor([[5, 3, 0], [5, 3, 1]])
-    tokens, logprobs = sample_rows(logits, torch.tensor([2, 2]), draws, torch.ones(2), torch.ones(2, dtype=torch.int32), torch.ones(2))
+    tokens, logprobs = sample_rows(
+        logits, torch.tensor([2, 2]), draws, torch.ones(2), torch.ones(2, dtype=torch.int32), torch.ones(2)
+    )
     assert tokens.tolist() == [2, 2]
     np.testing.assert_allclose(logprobs, [0.0, 2 - np.log(np.exp([0, 1, 2]).sum())], atol=1e-6)
 
 
 def test_it_needs_nothing_of_ours_to_be_installed():
     code = "import sys; sys.modules['megagrpo'] = None; import counter_sampling"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(counter_sampling.__file__).parent, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(counter_sampling.__file__).parent, check=True, timeout=120
+    )
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_uniform_batch_is_not_copied(count, monkeypatch):
     seen = []
-    monkeypatch.setattr(counter_sampling._sampling, "filter_scores", lambda scores, *_: seen.append(scores) or scores)
+    monkeypatch.setattr(
+        counter_sampling._sampling, "filter_scores", lambda scores, *_: seen.append(scores) or scores
+    )
     logits = torch.randn(count, VOCABULARY)
     whole = torch.full((count,), WHOLE)
     sample_rows(

@@ -1,4 +1,6 @@
-"""The loop that serves an engine without a web framework: what clients send comes in whole, and one mistake ends nobody else's request."""
+"""The loop that serves an engine without a web framework: what clients send comes in whole, and one
+mistake ends nobody else's request.
+"""
 
 import asyncio
 import importlib.util
@@ -11,7 +13,8 @@ import pytest
 
 import megagrpo.rollout.engines.host as host_package
 
-PATH = Path(host_package.__file__).parent / "http_loop.py"  # its folder comes first in sys.path of an engine process only
+# its folder comes first in sys.path of an engine process only
+PATH = Path(host_package.__file__).parent / "http_loop.py"
 SPEC = importlib.util.spec_from_file_location("http_loop", PATH)
 http_loop = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(http_loop)
@@ -42,7 +45,9 @@ def address():
     handlers = {"echo": echo, "wait": wait, "arrive": arrive, "refuse": refuse, "fail": fail}
     taken = http_loop.bind("127.0.0.1", 0)
     loop = asyncio.new_event_loop()
-    task = loop.create_task(http_loop.serve(taken, {("POST", f"/{name}"): handler for name, handler in handlers.items()}))
+    task = loop.create_task(
+        http_loop.serve(taken, {("POST", f"/{name}"): handler for name, handler in handlers.items()})
+    )
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{taken.getsockname()[1]}"

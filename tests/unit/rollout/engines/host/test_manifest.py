@@ -36,7 +36,15 @@ def bucket(tmp_path):
         rank = 1 if name == "c.weight" else None
         checksum = f"{zlib.crc32(data):08x}"
         entries.append(
-            TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), len(raw), len(data), checksum, rank)
+            TensorEntry(
+                name,
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                len(raw),
+                len(data),
+                checksum,
+                rank,
+            )
         )
         raw += data
     path = tmp_path / "bucket"
@@ -45,7 +53,12 @@ def bucket(tmp_path):
 
 
 def altered(manifest, name, **changes):
-    return replace(manifest, tensors=tuple(replace(entry, **changes) if entry.name == name else entry for entry in manifest.tensors))
+    return replace(
+        manifest,
+        tensors=tuple(
+            replace(entry, **changes) if entry.name == name else entry for entry in manifest.tensors
+        ),
+    )
 
 
 def test_a_manifest_survives_its_json(bucket):
@@ -58,14 +71,20 @@ def test_each_rank_reads_the_tensors_meant_for_it(bucket):
     for rank, names in ((0, ["a.weight", "b.weight"]), (1, ["a.weight", "b.weight", "c.weight"])):
         read = dict(open_tensors(manifest, rank))
         assert list(read) == names
-        assert all(torch.equal(read[name], tensors[name]) and read[name].dtype == tensors[name].dtype for name in names)
+        assert all(
+            torch.equal(read[name], tensors[name]) and read[name].dtype == tensors[name].dtype
+            for name in names
+        )
 
 
 def test_an_ack_carries_version_checksums_and_bytes(bucket):
     manifest, _ = bucket
     ack = build_ack(manifest, rank=1)
     assert (ack["rank"], ack["version"], ack["bytes"]) == (1, 3, 48 + 4 + 16)
-    assert ack["tensors"]["b.weight"] == f"{zlib.crc32(np.array([0x3FC0, 0xC000], dtype='<u2').tobytes()):08x}"  # 1.5 and -2 in bf16
+    # 1.5 and -2 in bf16
+    assert (
+        ack["tensors"]["b.weight"] == f"{zlib.crc32(np.array([0x3FC0, 0xC000], dtype='<u2').tobytes()):08x}"
+    )
 
 
 def test_a_checksum_that_differs_is_refused_with_both_values(bucket):
@@ -115,7 +134,13 @@ def test_a_missing_bucket_is_named(bucket):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"version": 1}', '{"version":1,"transport":"disk","location":{},"layout":"half","tensors":[]}']
+    "text",
+    [
+        "{",
+        "[]",
+        '{"version": 1}',
+        '{"version":1,"transport":"disk","location":{},"layout":"half","tensors":[]}',
+    ],
 )
 def test_a_broken_manifest_is_refused(text):
     with pytest.raises(ManifestError, match="bucket manifest"):
@@ -130,12 +155,20 @@ def test_an_engine_process_reads_buckets_without_importing_ours(bucket):
         "assert not [n for n in sys.modules if n.startswith(('megagrpo', 'megatron'))]"
     )
     folder = Path(manifest_module.__file__).parent
-    run = subprocess.run([sys.executable, "-c", script, manifest.to_json()], cwd=folder, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", script, manifest.to_json()],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert run.stdout.strip() == "52", run.stderr
 
 
 def test_gpu_memory_is_opened_on_the_gpu_that_it_lies_on(bucket, monkeypatch):
-    """torch's own call is replaced, as there is no GPU: every field arrives under its name, on the GPU of the same UUID."""
+    """torch's own call is replaced, as there is no GPU: every field arrives under its name, on the GPU of
+    the same UUID.
+    """
     import json
     from types import SimpleNamespace
 
@@ -143,16 +176,42 @@ def test_gpu_memory_is_opened_on_the_gpu_that_it_lies_on(bucket, monkeypatch):
 
     manifest, tensors = bucket
     memory = torch.frombuffer(bytearray(Path(manifest.location["path"]).read_bytes()), dtype=torch.uint8)
-    shared = (torch.Tensor, memory.shape, (1,), 0, torch.UntypedStorage, torch.uint8, 0, b"h\0\xff", 512, 64, False, b"r", 3, b"e", True)
+    shared = (
+        torch.Tensor,
+        memory.shape,
+        (1,),
+        0,
+        torch.UntypedStorage,
+        torch.uint8,
+        0,
+        b"h\0\xff",
+        512,
+        64,
+        False,
+        b"r",
+        3,
+        b"e",
+        True,
+    )
     opened = []
-    monkeypatch.setattr(manifest_module, "rebuild_cuda_tensor", lambda **fields: (opened.append(fields), memory)[1])
+    monkeypatch.setattr(
+        manifest_module, "rebuild_cuda_tensor", lambda **fields: (opened.append(fields), memory)[1]
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"gpu-{number}"))
-    by_handle = replace(manifest, transport="ipc", location=json.loads(json.dumps(describe_handle(shared, "gpu-1"))))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"gpu-{number}")
+    )
+    by_handle = replace(
+        manifest, transport="ipc", location=json.loads(json.dumps(describe_handle(shared, "gpu-1")))
+    )
     read = dict(open_tensors(by_handle))
     assert all(torch.equal(read[name], tensors[name]) for name in ("a.weight", "b.weight"))
     (fields,) = opened
-    assert fields["storage_device"] == 1 and fields["tensor_size"] == (68,) and fields["storage_handle"] == b"h\0\xff"
+    assert (
+        fields["storage_device"] == 1
+        and fields["tensor_size"] == (68,)
+        and fields["storage_handle"] == b"h\0\xff"
+    )
     names = (
         "storage_size_bytes",
         "storage_offset_bytes",

@@ -1,4 +1,6 @@
-"""What an SGLang scheduler does with a bucket: all of it or nothing, on every rank, and never an exception."""
+"""What an SGLang scheduler does with a bucket: all of it or nothing, on every rank, and never an
+exception.
+"""
 
 import base64
 import json
@@ -27,7 +29,9 @@ from megagrpo.rollout.engines.host.sglang_instructions import (
 
 @pytest.fixture
 def updates(monkeypatch):
-    """The module as the server imports it: with its folder on the path. Without a group, one rank gathers from itself."""
+    """The module as the server imports it: with its folder on the path. Without a group, one rank gathers
+    from itself.
+    """
     monkeypatch.syspath_prepend(str(Path(manifest_module.__file__).parent))
     import sglang_updates
 
@@ -55,7 +59,11 @@ class Model(torch.nn.Module):
 def write_bucket(tmp_path, tensors, layout="full", rank=None):
     entries, data = [], b""
     for name, tensor in tensors:
-        entries.append(TensorEntry(name, "float32", tuple(tensor.shape), len(data), tensor.nbytes, checksum_of(tensor), rank))
+        entries.append(
+            TensorEntry(
+                name, "float32", tuple(tensor.shape), len(data), tensor.nbytes, checksum_of(tensor), rank
+            )
+        )
         data += tensor.numpy().tobytes()
     (tmp_path / "bucket").write_bytes(data)
     return BucketManifest(3, "disk", {"path": str(tmp_path / "bucket")}, layout, tuple(entries))
@@ -68,12 +76,16 @@ def test_full_tensors_go_to_the_models_own_loader_and_are_acknowledged(updates, 
     model, manifest = Model(), write_bucket(tmp_path, TENSORS)
     success, message = updates.load_bucket(manifest.to_json(), model, None)
     assert success and read_reply(message) == [build_ack(manifest)]
-    assert [(name, tensor.tolist()) for name, tensor in model.loaded] == [(name, tensor.tolist()) for name, tensor in TENSORS]
+    assert [(name, tensor.tolist()) for name, tensor in model.loaded] == [
+        (name, tensor.tolist()) for name, tensor in TENSORS
+    ]
 
 
 def test_sharded_tensors_are_copied_into_the_parameters(updates, tmp_path):
     model = Model()
-    success, _ = updates.load_bucket(write_bucket(tmp_path, TENSORS, "sharded", rank=0).to_json(), model, None)
+    success, _ = updates.load_bucket(
+        write_bucket(tmp_path, TENSORS, "sharded", rank=0).to_json(), model, None
+    )
     assert success and not model.loaded
     assert model.first.tolist() == TENSORS[0][1].tolist() and model.second.tolist() == TENSORS[1][1].tolist()
 
@@ -81,10 +93,27 @@ def test_sharded_tensors_are_copied_into_the_parameters(updates, tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "layout", "message"),
     [
-        ([*TENSORS, ("second", torch.tensor([1.0, torch.nan]))], "full", "nothing was loaded: engine rank 0: .*'second'.*not finite"),
-        ([*TENSORS, ("third", torch.zeros(2))], "sharded", "nothing was loaded: .*'third'.*no such parameter"),
-        ([("first", torch.zeros(3, 2))], "sharded", r"nothing was loaded: .*'first': shape \(3, 2\), the engine's is \(2, 3\)"),
-        ([*TENSORS, ("refused", torch.zeros(1))], "full", "partly overwritten: engine rank 0: RuntimeError: no such shard"),
+        (
+            [*TENSORS, ("second", torch.tensor([1.0, torch.nan]))],
+            "full",
+            "nothing was loaded: engine rank 0: .*'second'.*not finite",
+        ),
+        (
+            [*TENSORS, ("third", torch.zeros(2))],
+            "sharded",
+            "nothing was loaded: .*'third'.*no such parameter",
+        ),
+        (
+            [("first", torch.zeros(3, 2))],
+            "sharded",
+            r"nothing was loaded: .*'first': shape \(3, 2\), the "
+            r"engine's is \(2, 3\)",
+        ),
+        (
+            [*TENSORS, ("refused", torch.zeros(1))],
+            "full",
+            "partly overwritten: engine rank 0: RuntimeError: no such shard",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_is_raised(updates, tmp_path, tensors, layout, message):
@@ -97,14 +126,20 @@ def test_what_is_wrong_is_said_and_nothing_is_raised(updates, tmp_path, tensors,
 
 def test_a_wrong_checksum_and_a_broken_manifest_load_nothing(updates, tmp_path):
     model, manifest = Model(), write_bucket(tmp_path, TENSORS)
-    wrong = replace(manifest, tensors=(manifest.tensors[0], replace(manifest.tensors[1], checksum="00000000")))
+    wrong = replace(
+        manifest, tensors=(manifest.tensors[0], replace(manifest.tensors[1], checksum="00000000"))
+    )
     for text, reason in ((wrong.to_json(), "second.*checksum"), ("{", "not readable")):
         success, said = updates.load_bucket(text, model, None)
         assert not success and not model.loaded and re.search(reason, said)
 
 
 def test_a_failure_on_another_rank_loads_nothing_here(updates, tmp_path, monkeypatch):
-    monkeypatch.setattr(updates, "gather", lambda value, group: [value, "ManifestError: bad"] if not isinstance(value, dict) else [value])
+    monkeypatch.setattr(
+        updates,
+        "gather",
+        lambda value, group: [value, "ManifestError: bad"] if not isinstance(value, dict) else [value],
+    )
     model = Model()
     assert updates.load_bucket(write_bucket(tmp_path, TENSORS).to_json(), model, None) == (
         False,
@@ -115,7 +150,9 @@ def test_a_failure_on_another_rank_loads_nothing_here(updates, tmp_path, monkeyp
 
 @pytest.mark.parametrize("session", [{}, {"_session": SimpleNamespace(selector="all")}])
 @pytest.mark.parametrize("flushes", [True, False])
-def test_a_version_counts_once_the_caches_are_dropped_with_sessions_and_before_there_were_any(updates, session, flushes):
+def test_a_version_counts_once_the_caches_are_dropped_with_sessions_and_before_there_were_any(
+    updates, session, flushes
+):
     recorded = []
     updater = SimpleNamespace(
         tp_cpu_group=None,
@@ -130,15 +167,24 @@ def test_a_version_counts_once_the_caches_are_dropped_with_sessions_and_before_t
 
 
 def test_without_a_session_the_parameters_are_only_told(updates):
-    updater = SimpleNamespace(tp_cpu_group=None, tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())), _session=None)
+    updater = SimpleNamespace(
+        tp_cpu_group=None,
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())),
+        _session=None,
+    )
     for body in (load_body("{}"), commit_body(4)):
-        assert updates.follow(updater, request_of(body)) == (False, "no weight-update session is open: begin_weight_update comes first")
+        assert updates.follow(updater, request_of(body)) == (
+            False,
+            "no weight-update session is open: begin_weight_update comes first",
+        )
     success, message = updates.follow(updater, request_of(describe_body()))
     assert success and read_reply(message) == [
         {"first": {"dtype": "float32", "shape": [2, 3]}, "second": {"dtype": "float32", "shape": [4]}}
     ]
     success, message = updates.follow(updater, request_of(checksums_body()))
-    assert success and read_reply(message) == [{"first": checksum_of(torch.zeros(2, 3)), "second": checksum_of(torch.zeros(4))}]
+    assert success and read_reply(message) == [
+        {"first": checksum_of(torch.zeros(2, 3)), "second": checksum_of(torch.zeros(4))}
+    ]
 
 
 def request_of(body):
@@ -154,11 +200,17 @@ def test_instructions_survive_the_way_through_the_server():
     ):
         assert body["load_format"] == LOAD_FORMAT
         assert read_instruction(base64.b64decode(body["serialized_named_tensors"][0])) == expected
-    assert commit_body(4)["weight_version"] == "4" and commit_body(4)["flush_cache"] and not load_body("{}")["flush_cache"]
+    assert (
+        commit_body(4)["weight_version"] == "4"
+        and commit_body(4)["flush_cache"]
+        and not load_body("{}")["flush_cache"]
+    )
     assert read_reply(json.dumps([{"version": 4}]) + " Weight version updated to 4.") == [{"version": 4}]
 
 
 @pytest.mark.parametrize("module", ["sglang_updates", "sglang_instructions", "sglang_shims"])
 def test_it_needs_nothing_of_ours_to_be_installed(module):
     code = f"import sys; sys.modules['megagrpo'] = None; import {module}"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(manifest_module.__file__).parent, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(manifest_module.__file__).parent, check=True, timeout=120
+    )

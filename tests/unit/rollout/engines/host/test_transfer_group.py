@@ -1,4 +1,6 @@
-"""A group of trainer ranks and engine ranks in threads of this process: what is received, and that nothing waits for ever."""
+"""A group of trainer ranks and engine ranks in threads of this process: what is received, and that nothing
+waits for ever.
+"""
 
 import threading
 import time
@@ -7,8 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megagrpo.rollout.engines.host.manifest import BucketManifest, ManifestError, TensorEntry, checksum_of, open_tensors
-from megagrpo.rollout.engines.host.transfer_group import GroupAddress, TransferGroup, hold_store, own_address_towards
+from megagrpo.rollout.engines.host.manifest import (
+    BucketManifest,
+    ManifestError,
+    TensorEntry,
+    checksum_of,
+    open_tensors,
+)
+from megagrpo.rollout.engines.host.transfer_group import (
+    GroupAddress,
+    TransferGroup,
+    hold_store,
+    own_address_towards,
+)
 
 
 def in_threads(*steps):
@@ -39,20 +52,32 @@ def make_groups(trainers, engines, timeout_seconds=20.0):
 
 
 def message(sender, *pieces):
-    return {"sender": sender, "trainer_rank": 10 + sender, "pieces": [[number, [list(side) for side in place]] for number, place in pieces]}
+    return {
+        "sender": sender,
+        "trainer_rank": 10 + sender,
+        "pieces": [[number, [list(side) for side in place]] for number, place in pieces],
+    }
 
 
 def test_slices_of_two_trainer_ranks_come_together_on_each_engine_rank():
     tensors = [torch.arange(24.0).reshape(4, 6), torch.randn(4, 6)]  # what engine rank 0, 1 keeps
-    entries = tuple(TensorEntry("a", "float32", (4, 6), 0, 96, checksum_of(tensor), rank) for rank, tensor in enumerate(tensors))
-    messages = [[message(0, (rank, ((0, 4), (0, 2)))), message(1, (rank, ((0, 4), (2, 6))))] for rank in range(2)]
-    manifest = BucketManifest(3, "group", {"group": "megagrpo_test", "messages": messages}, "sharded", entries)
+    entries = tuple(
+        TensorEntry("a", "float32", (4, 6), 0, 96, checksum_of(tensor), rank)
+        for rank, tensor in enumerate(tensors)
+    )
+    messages = [
+        [message(0, (rank, ((0, 4), (0, 2)))), message(1, (rank, ((0, 4), (2, 6))))] for rank in range(2)
+    ]
+    manifest = BucketManifest(
+        3, "group", {"group": "megagrpo_test", "messages": messages}, "sharded", entries
+    )
     first, second, *engines = make_groups(2, 2)
     columns = [(first, slice(0, 2)), (second, slice(2, 6))]
     *sent, memory_0, memory_1 = in_threads(
         *(
             lambda group=group, part=part: [
-                group.send(tensors[rank][:, part].contiguous().reshape(-1).view(torch.uint8), rank) for rank in (0, 1)
+                group.send(tensors[rank][:, part].contiguous().reshape(-1).view(torch.uint8), rank)
+                for rank in (0, 1)
             ]
             for group, part in columns
         ),
@@ -78,13 +103,19 @@ def test_full_tensors_cross_once_and_are_passed_on_inside_the_engine():
 
 
 ENTRY = TensorEntry("a", "float32", (4,), 0, 16, "00000000", 0)
-MANIFEST = BucketManifest(3, "group", {"group": "megagrpo_test", "messages": [[message(0, (0, ((0, 4),)))]]}, "sharded", (ENTRY,))
+MANIFEST = BucketManifest(
+    3, "group", {"group": "megagrpo_test", "messages": [[message(0, (0, ((0, 4),)))]]}, "sharded", (ENTRY,)
+)
 
 
 def test_a_rank_that_sends_nothing_is_named_in_time():
     _, engine = make_groups(1, 1, timeout_seconds=1.0)
     started = time.monotonic()
-    with pytest.raises(ManifestError, match=r"version 3: trainer rank 10 sent nothing: .*Timed out waiting 1000ms"):
+    with pytest.raises(
+        ManifestError,
+        match=r"version 3: trainer rank 10 sent nothing: .*Timed out waiting "
+        r"1000ms",
+    ):
         engine.receive(MANIFEST)
     assert time.monotonic() - started < 5
 
