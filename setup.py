@@ -23,7 +23,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megagrpo", "megagrpo.*"]),
-    package_data={"megagrpo": ["**/*.yaml", "**/*.md"]},
+    package_data={"megagrpo": ["**/*.yaml", "**/*.md", "host/importable/megagrpo/*.py"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",

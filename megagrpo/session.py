@@ -9,13 +9,16 @@ import torch
 from transformers import AutoTokenizer
 
 from megagrpo.algorithms.algorithm import Algorithm
-from megagrpo.checkpoint.lock import RunLock, hold_run_folder
 from megagrpo.config.checks import build_layout, sequence_alignment, token_alignment
 from megagrpo.config.engine_checks import EMBEDDED_ENGINES
 from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
 from megagrpo.config.schema import Config, EvaluationSetConfig
 from megagrpo.device.device import set_deterministic
+from megagrpo.engines.base import Engine
+from megagrpo.engines.replicas import build_rollout_engine, owner_of_replica, replicas_of_ranks
+from megagrpo.engines.server.engine import RemoteEngine
 from megagrpo.errors import UserError
+from megagrpo.fleet.recovery import RecoveringPublisher, ReplicaRecovery
 from megagrpo.models.build import StageModel, build_transformer_config, load_stage_model
 from megagrpo.models.family import read_hf_config
 from megagrpo.models.hf_files import check_no_unknown_tensors
@@ -29,13 +32,10 @@ from megagrpo.policy.microbatches import PackingRules
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.update import PolicyUpdater
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.engines.base import Engine
-from megagrpo.rollout.engines.remote import RemoteEngine
-from megagrpo.rollout.engines.replicas import build_rollout_engine, owner_of_replica, replicas_of_ranks
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenizer
-from megagrpo.rollout.recovery import RecoveringPublisher, ReplicaRecovery
+from megagrpo.supervision.run_lock import RunLock, hold_run_folder
 from megagrpo.types import Prompt
 from megagrpo.weights.build import build_publisher
 from megagrpo.weights.publisher import Publisher

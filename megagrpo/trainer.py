@@ -16,6 +16,7 @@ from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
 from megagrpo.device import device as device_module
+from megagrpo.engines.base import asleep
 from megagrpo.errors import StopRequested, UserError
 from megagrpo.evaluation.evaluate import evaluate_set
 from megagrpo.models.hf_files import write_hf_folder
@@ -23,15 +24,14 @@ from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag, destr
 from megagrpo.policy.logprob_gap import LogprobGap
 from megagrpo.policy.metrics import compute_update_metrics
 from megagrpo.policy.schedule import learning_rate
+from megagrpo.policy.spikes import RollBack
 from megagrpo.policy.update import UpdateResult
-from megagrpo.rollout.engines.base import asleep
+from megagrpo.policy.update_gate import UpdateGate
 from megagrpo.rollout.generation import RolloutFailedError
 from megagrpo.rollout.metrics import compute_rollout_metrics
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.session import Session, build_session
-from megagrpo.supervision.spikes import RollBack
 from megagrpo.supervision.supervisor import Supervisor
-from megagrpo.supervision.update_gate import UpdateGate
 from megagrpo.telemetry import names
 from megagrpo.telemetry.recorder import Recorder
 from megagrpo.telemetry.timers import PhaseTimers

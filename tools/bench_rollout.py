@@ -128,7 +128,7 @@ def build_ours(arguments: argparse.Namespace, folder: str, prompts: list[list[in
     import torch
 
     from megagrpo.config.schema import EngineConfig
-    from megagrpo.rollout.engines import ENGINES
+    from megagrpo.engines import ENGINES
     from megagrpo.types import Prompt, SamplingParams
 
     engine = ENGINES.get("transformers")(

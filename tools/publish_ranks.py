@@ -26,20 +26,20 @@ from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.parallel.groups import all_gather_metadata, build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
-from megagrpo.rollout.engines.host.manifest import (  # noqa: E402
-    BucketManifest,
-    TensorEntry,
-    build_ack,
-    checksum_of,
-    open_tensors,
-)
-from megagrpo.rollout.engines.host.transfer_group import GroupAddress, TransferGroup  # noqa: E402
 from megagrpo.weights.build import build_transport  # noqa: E402
 from megagrpo.weights.export import WeightExporter  # noqa: E402
 from megagrpo.weights.publisher import agree  # noqa: E402
 from megagrpo.weights.remote import RemotePublisher  # noqa: E402
 from megagrpo.weights.targets import EngineGrid  # noqa: E402
 from megagrpo.weights.transports.disk import lay_out_safetensors  # noqa: E402
+from megagrpo.wire.manifest import (  # noqa: E402
+    BucketManifest,
+    TensorEntry,
+    build_ack,
+    checksum_of,
+    open_tensors,
+)
+from megagrpo.wire.transfer_group import GroupAddress, TransferGroup  # noqa: E402
 
 BUCKET_BYTES = 64 * 2**20
 TIMEOUT_SECONDS = 300.0
@@ -113,7 +113,7 @@ def start_engine(name: str, model: str, python: str, groups):
     if name == "stub":
         return StubEngine(groups.rank == 0)
     from megagrpo.config.schema import EngineConfig
-    from megagrpo.rollout.engines import ENGINES
+    from megagrpo.engines import ENGINES
 
     config = EngineConfig(name=name, python=python or None, max_model_len=256)
 

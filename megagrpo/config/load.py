@@ -167,7 +167,7 @@ def _fill_from_preset(raw: dict[str, Any], problems: list[str]) -> dict[str, Any
     if not all(isinstance(section, dict) for section in raw.values()):
         return raw
     # lazy: the config package stands below the algorithms
-    from megagrpo.algorithms.presets import apply_preset
+    from megagrpo.config.presets import apply_preset
 
     try:
         return apply_preset(raw)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from megagrpo.algorithms.checks import check_algorithm_config
 from megagrpo.algorithms.losses import LOSSES
 from megagrpo.config.schema import Config, RewardConfig
+from megagrpo.engines import ENGINES
+from megagrpo.engines.server.python_environment import PACKAGES, find_python
 from megagrpo.errors import ConfigError, UserError
 from megagrpo.registry import suggestion
 from megagrpo.rewards.build import is_custom
 from megagrpo.rewards.reward import REWARDS
-from megagrpo.rollout.engines import ENGINES
-from megagrpo.rollout.engines.python_environment import PACKAGES, find_python
 
 
 def verify_components(config: Config) -> None:

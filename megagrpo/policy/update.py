@@ -22,12 +22,12 @@ from megagrpo.parallel.layout import ParallelLayout
 from megagrpo.parallel.token_shard import sum_sequences
 from megagrpo.policy.actor import Actor, AppliedUpdate
 from megagrpo.policy.batch import MicroBatch, MicroBatchBuilder, TrainSample
+from megagrpo.policy.exchange import exchange_completions
 from megagrpo.policy.logprob_gap import LargestGap, LogprobGap, largest
 from megagrpo.policy.loss import PolicyLoss, RowTerms, SequenceTerms
 from megagrpo.policy.microbatches import MicroBatchPlan, PackingRules, SampleSize, plan_microbatches
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.router_load import RouterLoads
-from megagrpo.rollout.exchange import exchange_completions
 from megagrpo.rollout.rollouts import SampleKey, StepRollouts
 
 BeforeApply = Callable[[Mapping[str, float], LogprobGap | None], None]

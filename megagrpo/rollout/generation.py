@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
+from megagrpo.engines.base import Engine, EngineError
 from megagrpo.errors import RelayedError, StopRequested, UserError
+from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.background import BackgroundWork
 from megagrpo.rollout.dealing import LengthEstimates
-from megagrpo.rollout.engines.base import Engine, EngineError
 from megagrpo.rollout.replica_states import EngineFailure, ReplicaStates
 from megagrpo.rollout.rollouts import CompletionRecord, SampleKey, StepRollouts
 from megagrpo.rollout.shares import (

@@ -14,8 +14,8 @@ import numpy as np
 from megagrpo.callables import is_callable_spec, load_callable
 from megagrpo.config.schema import DataConfig
 from megagrpo.errors import UserError
-from megagrpo.rollout.sampling import shuffled
 from megagrpo.types import Prompt
+from megagrpo.wire.counter_sampling import shuffled
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from megagrpo.rollout.engines.host.manifest import BucketManifest
 from megagrpo.weights.publisher import PublishError
+from megagrpo.wire.manifest import BucketManifest
 
 Ack = dict[str, Any]
 

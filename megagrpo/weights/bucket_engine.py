@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
-from megagrpo.rollout.engines.host.manifest import BucketManifest
-from megagrpo.rollout.engines.host.transfer_group import GroupAddress
 from megagrpo.weights.acknowledgements import Ack
+from megagrpo.wire.manifest import BucketManifest
+from megagrpo.wire.transfer_group import GroupAddress
 
 
 class BucketEngine(Protocol):

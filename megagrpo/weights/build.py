@@ -11,14 +11,14 @@ import torch
 
 from megagrpo.config.schema import Config
 from megagrpo.device.device import has_cuda
+from megagrpo.engines.base import Engine
+from megagrpo.engines.replicas import owner_of_replica, replica_of_rank
+from megagrpo.engines.server.engine import RemoteEngine
 from megagrpo.errors import UserError
 from megagrpo.models.build import StageModel
 from megagrpo.parallel.groups import all_gather_metadata
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder
-from megagrpo.rollout.engines.base import Engine
-from megagrpo.rollout.engines.remote import RemoteEngine
-from megagrpo.rollout.engines.replicas import owner_of_replica, replica_of_rank
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.plan import PublishPlan
 from megagrpo.weights.probe import LogprobProbe

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megagrpo.rollout.engines.host.manifest import Patch
 from megagrpo.weights.boxes import Box, sizes
 from megagrpo.weights.plan import Transfer
+from megagrpo.wire.manifest import Patch
 
 if TYPE_CHECKING:
     from megagrpo.weights.transports.base import TransportContext

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from megagrpo.engines.base import EngineError
 from megagrpo.parallel.groups import all_gather_metadata
-from megagrpo.rollout.engines.base import EngineError
 from megagrpo.weights.export import WeightExporter
 
 

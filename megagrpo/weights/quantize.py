@@ -15,7 +15,7 @@ of the trainer.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megagrpo.rollout.engines.quantization import is_quantized, scale_name, scale_shape
+from megagrpo.models.quantization import is_quantized, scale_name, scale_shape
 from megagrpo.weights.sources import SourceTensor
 
 FP8_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "float32"

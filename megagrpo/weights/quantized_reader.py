@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.models.build import StageModel
-from megagrpo.rollout.engines.quantization import scale_name, scale_shape
+from megagrpo.models.quantization import scale_name, scale_shape
 from megagrpo.weights.block_fp8 import accumulate_amax, compute_scales, quantize_slice
 from megagrpo.weights.boxes import Box, box_after, slices
 from megagrpo.weights.plan import Bucket, PublishPlan, Transfer

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
-from megagrpo.rollout.engines.base import EngineError
-from megagrpo.rollout.engines.http_client import EngineUnreachable
+from megagrpo.engines.base import EngineError
+from megagrpo.engines.server.http_client import EngineUnreachable
 from megagrpo.weights.acknowledgements import check_acks, describe_difference
 from megagrpo.weights.bucket_engine import BucketEngine
 from megagrpo.weights.export import WeightExporter

@@ -9,7 +9,7 @@ from engine_contract import SERVER_NAMES
 
 from megagrpo.config.engine_checks import EMBEDDED_ENGINES
 from megagrpo.config.schema import EngineConfig
-from megagrpo.rollout.engines import ENGINES
+from megagrpo.engines import ENGINES
 from megagrpo.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))

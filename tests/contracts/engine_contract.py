@@ -11,7 +11,7 @@ import torch
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from megagrpo.config.engine_checks import EMBEDDED_ENGINES
-from megagrpo.rollout.engines import ENGINES
+from megagrpo.engines import ENGINES
 from megagrpo.types import SamplingParams
 
 TOLERANCE = 2e-5

@@ -21,14 +21,14 @@ from engine_contract import assert_logprobs_match, params  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from megagrpo.config.schema import EngineConfig  # noqa: E402
+from megagrpo.engines import ENGINES  # noqa: E402
+from megagrpo.engines.base import EngineError  # noqa: E402
+from megagrpo.engines.embedded.weights import checkpoint_tensors  # noqa: E402
 from megagrpo.models.build import build_transformer_config, load_stage_model  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.parallel.groups import build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
-from megagrpo.rollout.engines import ENGINES  # noqa: E402
-from megagrpo.rollout.engines.base import EngineError  # noqa: E402
-from megagrpo.rollout.engines.weights import checkpoint_tensors  # noqa: E402
 from megagrpo.types import Prompt  # noqa: E402
 from megagrpo.weights.build import build_transport  # noqa: E402
 from megagrpo.weights.export import WeightExporter  # noqa: E402

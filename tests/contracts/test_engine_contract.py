@@ -11,8 +11,8 @@ import torch
 from engine_contract import assert_logprobs_match, params, publish, tokens
 
 from megagrpo.config.schema import EngineConfig
+from megagrpo.engines.base import EngineError
 from megagrpo.errors import UserError
-from megagrpo.rollout.engines.base import EngineError
 from megagrpo.types import Prompt
 
 

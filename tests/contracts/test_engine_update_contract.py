@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine_contract import assert_logprobs_match, params, publish, tokens, weights
 
-from megagrpo.rollout.engines.base import EngineError
+from megagrpo.engines.base import EngineError
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 

@@ -12,12 +12,12 @@ from engine_contract import SERVER_MARKS, SERVER_NAMES, params, teacher_forced
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from megagrpo.config.schema import EngineConfig
+from megagrpo.engines import ENGINES
+from megagrpo.engines.base import EngineError
 from megagrpo.errors import UserError
-from megagrpo.rollout.engines import ENGINES
-from megagrpo.rollout.engines.base import EngineError
-from megagrpo.rollout.engines.host.manifest import checksum_of
-from megagrpo.rollout.engines.quantization import is_quantized, scale_name
+from megagrpo.models.quantization import is_quantized, scale_name
 from megagrpo.weights.block_fp8 import accumulate_amax, compute_scales, quantize_slice
+from megagrpo.wire.manifest import checksum_of
 
 # The smallest that has whole blocks of 128 rows in every projection.
 CONFIG = {

@@ -29,13 +29,13 @@ from engine_contract import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megagrpo.config.schema import EngineConfig
+from megagrpo.engines import ENGINES
+from megagrpo.engines.base import EngineError
+from megagrpo.engines.embedded.weights import checkpoint_tensors
+from megagrpo.engines.server.bucket_file import bucket_file
 from megagrpo.errors import UserError
-from megagrpo.rollout.engines import ENGINES
-from megagrpo.rollout.engines.base import EngineError
-from megagrpo.rollout.engines.bucket_file import bucket_file
-from megagrpo.rollout.engines.host.manifest import TensorEntry
-from megagrpo.rollout.engines.weights import checkpoint_tensors
 from megagrpo.types import Prompt
+from megagrpo.wire.manifest import TensorEntry
 
 SMOLLM2 = Path("models/smollm2-135m")
 servers = pytest.mark.parametrize("build_engine", SERVER_NAMES, indirect=True)

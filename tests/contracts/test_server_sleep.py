@@ -11,8 +11,8 @@ import pytest
 import torch
 from engine_contract import SERVER_NAMES, params, publish, tokens
 
-from megagrpo.rollout.engines.python_environment import PACKAGES, find_python
-from megagrpo.rollout.engines.remote import HOST_FOLDER
+from megagrpo.engines.server.arguments import HOST_PATH
+from megagrpo.engines.server.python_environment import PACKAGES, find_python
 
 PARSE = {
     "vllm": """
@@ -24,9 +24,9 @@ print(options.enable_sleep_mode)
 """,
     "sglang": f"""
 import argparse, json, sys
-sys.path.insert(0, {str(HOST_FOLDER)!r})
-import sglang_shims
-sglang_shims.install_cpu_shims()
+sys.path.insert(0, {str(HOST_PATH)!r})
+from megagrpo.host.sglang import shims
+shims.install_cpu_shims()
 from sglang.srt.server_args import ServerArgs
 parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
@@ -56,7 +56,7 @@ def test_a_gpu_server_is_started_with_options_that_it_knows(build_engine):
     engine = build_engine()
     name = engine.config.name
     engine.device = torch.device("cuda")
-    python, _, *options = engine.server_command(find_python(None, PACKAGES[name]), port=1)
+    python, _, _, _, *options = engine.server_command(find_python(None, PACKAGES[name]), port=1)
     arguments = [option for option in options if option != "--end-with-parent"]
     ran = subprocess.run(
         [python, "-c", PARSE[name], json.dumps(arguments)],

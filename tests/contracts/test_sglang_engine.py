@@ -14,10 +14,10 @@ import torch
 from engine_contract import TOLERANCE, params, tokens
 
 from megagrpo.config.schema import EngineConfig
-from megagrpo.rollout.engines import ENGINES
-from megagrpo.rollout.engines.base import EngineError
-from megagrpo.rollout.engines.bucket_file import bucket_file
-from megagrpo.rollout.engines.weights import checkpoint_tensors
+from megagrpo.engines import ENGINES
+from megagrpo.engines.base import EngineError
+from megagrpo.engines.embedded.weights import checkpoint_tensors
+from megagrpo.engines.server.bucket_file import bucket_file
 from megagrpo.types import Prompt
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]

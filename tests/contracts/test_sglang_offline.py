@@ -22,7 +22,7 @@ from test_engine_update_contract import (
 )
 
 from megagrpo.config.schema import EngineConfig
-from megagrpo.rollout.engines import ENGINES
+from megagrpo.engines import ENGINES
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

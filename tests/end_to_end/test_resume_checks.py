@@ -26,7 +26,7 @@ RUN = [
     "algorithm.kl.coef=0.1",
 ]
 HOLDER = (
-    "import sys, time; from pathlib import Path; from megagrpo.checkpoint.lock import RunLock; lock = "
+    "import sys, time; from pathlib import Path; from megagrpo.supervision.run_lock import RunLock; lock = "
     "RunLock(Path(sys.argv[1])); "
 )
 HOLDER += "lock.acquire(); print('held', flush=True); time.sleep(600)"

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from megagrpo.config.engine_checks import EMBEDDED_ENGINES
-from megagrpo.rollout.engines import ENGINES
+from megagrpo.engines import ENGINES
 
 pytestmark = [pytest.mark.engines, pytest.mark.end_to_end, pytest.mark.timeout(900)]
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from megagrpo.rollout.engines.host.manifest import BucketManifest, TensorEntry, checksum_of
 from megagrpo.weights.boxes import Box, slices
 from megagrpo.weights.bucket_engine import BucketEngine
 from megagrpo.weights.bucket_layout import BucketLayout, PlacedTensor
@@ -22,6 +21,7 @@ from megagrpo.weights.plan import PublishPlan, Transfer
 from megagrpo.weights.reader import SliceReader
 from megagrpo.weights.sources import SourceTensor
 from megagrpo.weights.targets import TargetTensor
+from megagrpo.wire.manifest import BucketManifest, TensorEntry, checksum_of
 
 SLOTS = 2
 NO_CHECKSUM = "00000000"  # of no bytes

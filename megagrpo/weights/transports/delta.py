@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from megagrpo.rollout.engines.host.manifest import BucketManifest, Patch
 from megagrpo.weights.bucket_engine import BucketEngine
 from megagrpo.weights.delta import Change, DeltaTracker
 from megagrpo.weights.partial_checksums import combine_shares, compute_share
 from megagrpo.weights.publisher import agree
 from megagrpo.weights.transports.base import NO_CHECKSUM, Run, Transport
+from megagrpo.wire.manifest import BucketManifest, Patch
 
 Place = tuple[int, int]  # replica, number of a parameter in the bucket's layout
 

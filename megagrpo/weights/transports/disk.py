@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from megagrpo.rollout.engines.host.manifest import BucketManifest, TensorEntry
 from megagrpo.weights.transports.base import SLOTS, TransportContext
 from megagrpo.weights.transports.gathering import GatheringTransport
+from megagrpo.wire.manifest import BucketManifest, TensorEntry
 
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
 

@@ -27,14 +27,6 @@ from urllib.parse import urlsplit
 import torch
 from torch import distributed as dist
 
-from megagrpo.rollout.engines.host.manifest import BucketManifest
-from megagrpo.rollout.engines.host.transfer_group import (
-    NAME_PREFIX,
-    GroupAddress,
-    TransferGroup,
-    hold_store,
-    own_address_towards,
-)
 from megagrpo.weights.boxes import Box
 from megagrpo.weights.bucket_engine import BucketEngine
 from megagrpo.weights.bucket_layout import BucketLayout
@@ -43,6 +35,14 @@ from megagrpo.weights.plan import Transfer
 from megagrpo.weights.publisher import agree
 from megagrpo.weights.reader import SliceReader
 from megagrpo.weights.transports.base import SLOTS, Run, Transport, TransportContext
+from megagrpo.wire.manifest import BucketManifest
+from megagrpo.wire.transfer_group import (
+    NAME_PREFIX,
+    GroupAddress,
+    TransferGroup,
+    hold_store,
+    own_address_towards,
+)
 
 
 class GroupTransport(Transport):

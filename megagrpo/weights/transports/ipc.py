@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from megagrpo.rollout.engines.host.manifest import IPC_FIELDS
 from megagrpo.weights.transports.gathering import GatheringTransport
+from megagrpo.wire.manifest import IPC_FIELDS
 
 
 class IpcTransport(GatheringTransport):

@@ -7,7 +7,7 @@ process.
 
 from collections.abc import Collection
 
-from megagrpo.rollout.engines.base import Engine
+from megagrpo.engines.base import Engine
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.publisher import Publisher, PublishStats
 

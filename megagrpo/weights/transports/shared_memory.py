@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from megagrpo.rollout.engines.host.manifest import checksum_of
 from megagrpo.weights.transports.base import SLOTS, Run, Transport, TransportContext
 from megagrpo.weights.transports.mapped_file import MappedFile, slot_path
+from megagrpo.wire.manifest import checksum_of
 
 
 class SharedMemoryTransport(Transport):

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
+from megagrpo.engines.base import EngineError
 from megagrpo.models.build import StageModel
-from megagrpo.rollout.engines.base import EngineError
-from megagrpo.rollout.engines.host.held_version import HeldVersion
-from megagrpo.rollout.engines.host.manifest import build_ack, open_tensors
-from megagrpo.rollout.engines.host.transfer_group import TransferGroup
 from megagrpo.weights.build import build_transport
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.publisher import PublishError
 from megagrpo.weights.remote import RemotePublisher
 from megagrpo.weights.targets import EngineGrid
+from megagrpo.wire.held_version import HeldVersion
+from megagrpo.wire.manifest import build_ack, open_tensors
+from megagrpo.wire.transfer_group import TransferGroup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "unit" / "weights"))
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megagrpo.config.load import load_config
-from megagrpo.rollout import generation, recovery
+from megagrpo.fleet import recovery
+from megagrpo.rollout import generation
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler

@@ -2,8 +2,8 @@
 
 import pytest
 
+from megagrpo.engines.base import EngineError, EngineHealth
 from megagrpo.errors import UserError
-from megagrpo.rollout.engines.base import EngineError, EngineHealth
 from megagrpo.rollout.generation import RolloutFailedError, RolloutGenerator, RolloutRequest
 from megagrpo.rollout.replica_states import EngineFailure, ReplicaStates
 from megagrpo.types import Prompt, SamplingParams

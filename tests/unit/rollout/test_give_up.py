@@ -9,10 +9,10 @@ import threading
 import pytest
 
 from megagrpo.config.schema import EngineConfig
+from megagrpo.engines.base import EngineError
+from megagrpo.engines.server.sglang import SglangEngine
 from megagrpo.errors import StopRequested
 from megagrpo.rollout import generation
-from megagrpo.rollout.engines.base import EngineError
-from megagrpo.rollout.engines.sglang import SglangEngine
 from megagrpo.rollout.generation import RolloutGenerator, RolloutRequest
 from megagrpo.types import Prompt, SamplingParams
 

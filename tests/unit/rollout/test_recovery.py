@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
+from megagrpo.engines.base import EngineError, EngineHealth
 from megagrpo.errors import StopRequested, UserError
-from megagrpo.rollout.engines.base import EngineError, EngineHealth
-from megagrpo.rollout.recovery import RecoveringPublisher, ReplicaRecovery
+from megagrpo.fleet.recovery import RecoveringPublisher, ReplicaRecovery
 from megagrpo.rollout.replica_states import ReplicaStates
 from megagrpo.weights.publisher import PublishError, PublishStats
 

@@ -5,7 +5,7 @@ worker waiting.
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from megagrpo.rollout.engines.base import EngineError, EngineHealth
+from megagrpo.engines.base import EngineError, EngineHealth
 from megagrpo.rollout.generation import RolloutGenerator, RolloutRequest
 from megagrpo.types import Prompt, Reward, SamplingParams
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megagrpo.rollout.engines.host.manifest import (
+from megagrpo.weights.acknowledgements import check_acks, describe_difference
+from megagrpo.weights.publisher import PublishError
+from megagrpo.weights.transports.disk import lay_out_safetensors
+from megagrpo.wire.manifest import (
     BucketManifest,
     TensorEntry,
     build_ack,
     checksum_of,
     open_tensors,
 )
-from megagrpo.weights.acknowledgements import check_acks, describe_difference
-from megagrpo.weights.publisher import PublishError
-from megagrpo.weights.transports.disk import lay_out_safetensors
 
 ENTRIES = (
     TensorEntry("a", "float32", (2,), 0, 8, "000000aa"),

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megagrpo.rollout.engines.host.held_version import HeldVersion
-from megagrpo.rollout.engines.host.manifest import (
+from megagrpo.weights.boxes import slices
+from megagrpo.weights.delta import BLOCK_ELEMENTS, compare
+from megagrpo.wire.held_version import HeldVersion
+from megagrpo.wire.manifest import (
     BucketManifest,
     ManifestError,
     TensorEntry,
     checksum_of,
     open_tensors,
 )
-from megagrpo.weights.boxes import slices
-from megagrpo.weights.delta import BLOCK_ELEMENTS, compare
 
 
 def sent(tmp_path, old, new, places, grid):

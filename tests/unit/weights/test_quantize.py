@@ -5,8 +5,8 @@ scales.
 import pytest
 from labelled_models import MODELS, parameter_rules
 
+from megagrpo.models.quantization import quantization_config, with_scales
 from megagrpo.parallel.layout import ParallelLayout
-from megagrpo.rollout.engines.quantization import quantization_config, with_scales
 from megagrpo.weights.boxes import numel
 from megagrpo.weights.plan import PublishPlan
 from megagrpo.weights.quantize import quantize_sources

@@ -1,0 +1,208 @@
+"""The embedded engine: one HF model per rank, in the rank's own process, with a decode loop of ours."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from transformers.modeling_utils import AttentionInterface
+
+from megagrpo.config.schema import EngineConfig
+from megagrpo.engines.base import Engine, EngineError, EngineHealth, OnGroup
+from megagrpo.engines.embedded.decoding import DecodedRow, Decoder, Request
+from megagrpo.engines.embedded.fused_projections import fuse_query_key_value
+from megagrpo.engines.embedded.kv_cache import RolloutCache
+from megagrpo.engines.embedded.stopping import StopRule
+from megagrpo.engines.embedded.weights import InPlaceWeights
+from megagrpo.engines.hf_model import build_model, end_token_ids, load_from_folder
+from megagrpo.engines.request_checks import check_request
+from megagrpo.types import Completion, Prompt, SamplingParams
+
+_ATTENTION = "megagrpo_rollout"
+
+
+def _attention(module, query, key, value, attention_mask, scaling, rollout_cache: RolloutCache, **options):
+    """Attention in the form that transformers' AttentionInterface calls: states [1, heads, T, D] -> ([1,
+    T, heads, D], None).
+    """
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise EngineError(f"layer {module.layer_idx}: attention with {name} is not supported")
+    return rollout_cache.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+
+
+class TransformersEngine(Engine):
+    """A full replica of the model, decoded with shared prompts, a growing KV cache and counter-based
+    sampling.
+
+    Weights are overwritten in place, so nothing is generated while an update is open (see Engine).
+    """
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        config: EngineConfig,
+        tokenizer: Any = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        load_weights: bool = False,
+    ):
+        """Build the model of `model_folder` (an HF folder).
+
+        Args:
+            config: `max_batch_completions` and `max_prefill_tokens` bound the decode batch and the prefill.
+            tokenizer: the folder's own if None; decodes completions and searches stop strings.
+            load_weights: take the folder's weights as version 0; otherwise the engine is empty until the
+                first commit.
+
+        Raises:
+            UserError: the folder can't be read, or the model's attention is not plain causal attention.
+        """
+        self._config = config
+        self._device = torch.device(device)
+        self._tokenizer = (
+            tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
+        )
+        self._model = build_model(model_folder, _ATTENTION, dtype, load_weights).to(self._device)
+        fuse_query_key_value(self._model)
+        self._end_token_ids = end_token_ids(model_folder, self._model.config, self._tokenizer)
+        self._weights = InPlaceWeights(self._model)
+        if load_weights:
+            self._weights.mark_complete(0)
+        self._asleep = False
+        self._aborted = False
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._weights.version
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        completion_indices: Sequence[int],
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        self._require("serving")
+        config = self._model.config
+        check_request(
+            prompts, sampling, completion_indices, config.vocab_size, config.max_position_embeddings
+        )
+        self._aborted = False
+        stop_rule = StopRule(self._tokenizer, self._end_token_ids, sampling)
+        decoder = Decoder(
+            self._forward,
+            sampling,
+            stop_rule,
+            self._config.max_batch_completions,
+            self._config.max_prefill_tokens,
+        )
+        requests = _requests(prompts, completion_indices, self._config.max_batch_completions)
+        group_size, version = len(completion_indices), self._weights.version
+        groups: list[list[Any]] = [[None] * group_size for _ in prompts]
+        missing = [group_size] * len(prompts)
+
+        def on_row(row: DecodedRow) -> None:
+            group, place = divmod(row.order, group_size)
+            groups[group][place] = Completion(
+                prompt_id=prompts[group].id,
+                index=completion_indices[place],
+                token_ids=row.token_ids,
+                logprobs=row.logprobs,
+                finish_reason=row.finish_reason,
+                weight_versions=((0, version),),
+                text=self._tokenizer.decode(
+                    row.token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                ),
+            )
+            missing[group] -= 1
+            if on_group is not None and missing[group] == 0:
+                on_group(group, groups[group])
+
+        decoder.run(requests, self._device, lambda: self._aborted, on_row)
+        return groups
+
+    def begin_update(self, version: int) -> None:
+        self._require("empty", "serving", "updating", "stale")
+        self._weights.begin(version)
+
+    def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._require("empty", "serving", "updating", "stale")
+        self._weights.load(named_tensors)
+
+    def commit_update(self, version: int) -> None:
+        self._require("empty", "serving", "updating", "stale")
+        self._weights.commit(version)
+
+    def abort_update(self) -> None:
+        self._weights.abort()
+
+    def sleep(self) -> None:
+        self._require("empty", "serving", "stale", "asleep")
+        self._asleep = True
+        self._move("cpu")
+
+    def wake(self) -> None:
+        self._require("asleep")
+        self._move(self._device)
+        fuse_query_key_value(self._model)
+        self._asleep = False
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    def health(self) -> EngineHealth:
+        state = self._state()
+        reasons = {
+            "empty": "no weights were committed yet",
+            "stale": "an update failed half-way",
+            "updating": "an update is open",
+        }
+        return EngineHealth(state == "serving", state, self._weights.version, reasons.get(state, ""))
+
+    def close(self) -> None:
+        self._model = None
+        self._weights = InPlaceWeights(torch.nn.Module())
+
+    def _state(self) -> str:
+        if self._model is None:
+            return "closed"
+        if self._asleep:
+            return "asleep"
+        if self._weights.updating:
+            return "updating"
+        if self._weights.stale:
+            return "stale"
+        return "empty" if self._weights.version is None else "serving"
+
+    def _move(self, device: torch.device | str) -> None:
+        self._model.to(device)
+        self._weights.bind(self._model)
+
+    def _forward(self, token_ids, positions, wanted, cache):
+        """The model over packed tokens; see decoding.Forward."""
+        return self._model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,  # the rollout cache takes the place of transformers' own
+            logits_to_keep=0 if wanted is None else wanted,
+            rollout_cache=cache,
+        ).logits[0]
+
+
+def _requests(prompts: Sequence[Prompt], completion_indices: Sequence[int], max_rows: int) -> list[Request]:
+    """One request per prompt; one that asks for more completions than fit at once is split (and prefilled
+    once per part).
+    """
+    requests = []
+    for group, prompt in enumerate(prompts):
+        for start in range(0, len(completion_indices), max_rows):
+            part = range(start, min(start + max_rows, len(completion_indices)))
+            order = tuple(group * len(completion_indices) + place for place in part)
+            requests.append(Request(prompt, tuple(completion_indices[place] for place in part), order))
+    return requests

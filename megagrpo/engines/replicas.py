@@ -1,0 +1,97 @@
+"""Which rank starts which server, which server a rank generates through, and the engine that a rank gets
+for it.
+"""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megagrpo.config.engine_checks import EMBEDDED_ENGINES
+from megagrpo.config.schema import Config
+from megagrpo.engines import ENGINES, Engine
+from megagrpo.errors import UserError
+from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
+
+
+def replica_of_rank(rank: int, world_size: int, num_replicas: int) -> int:
+    """Return the replica that `rank` generates through: neighbouring ranks share one, and the shares
+    differ by one rank at most.
+    """
+    return rank * num_replicas // world_size
+
+
+def owner_of_replica(replica: int, world_size: int, num_replicas: int) -> int:
+    """Return the rank that starts, updates and closes `replica`: the first one that generates through it."""
+    return -(-replica * world_size // num_replicas)
+
+
+def replicas_of_ranks(config: Config, world_size: int) -> list[int]:
+    """Return the replica that each rank generates through; an embedded engine is every rank's own."""
+    if config.engine.name in EMBEDDED_ENGINES:
+        return list(range(world_size))
+    return [replica_of_rank(rank, world_size, config.engine.num_replicas) for rank in range(world_size)]
+
+
+def build_rollout_engine(
+    config: Config,
+    groups: ParallelGroups,
+    hf_folder: str | Path,
+    tokenizer: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Engine:
+    """Return this rank's engine: embedded, or its view of the replica that it shares with its neighbours.
+    Collective over all ranks.
+
+    Owners start their servers at the same time, with logs in the run folder (engines/NAME_REPLICA.log); the
+    others learn the addresses.
+
+    Raises:
+        UserError: on all ranks alike: a server doesn't start, isn't there, has another model than the one
+            that is wanted, or can't be reached from a rank's host.
+    """
+    factory = ENGINES.get(config.engine.name)
+    options = {"tokenizer": tokenizer, "device": device, "dtype": dtype}
+    if config.engine.name in EMBEDDED_ENGINES:
+        return factory(hf_folder, config.engine, **options)
+    num_replicas = config.engine.num_replicas
+    replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
+    owner = owner_of_replica(replica, groups.world_size, num_replicas)
+    log_file = Path(config.run.dir) / "engines" / f"{config.engine.name}_{replica}.log"
+    given = config.engine.addresses[replica] if config.engine.addresses else None
+    engine, address, problem = None, None, None
+    if groups.rank == owner:
+        try:
+            engine = factory(hf_folder, config.engine, **options, address=given, log_file=log_file)
+            address = engine.address
+            engine.check_model()
+        except UserError as error:
+            problem = str(error)
+    found = all_gather_metadata((address, socket.gethostname(), problem))
+    problems = sorted({text for *_, text in found if text})
+    if given is None:
+        problems += _unreachable(groups, num_replicas, [host for _, host, _ in found])
+    if problems:
+        if engine is not None:
+            engine.close()
+        raise UserError("\n".join(problems))
+    return engine or factory(hf_folder, config.engine, **options, address=found[owner][0], is_owner=False)
+
+
+def _unreachable(groups: ParallelGroups, num_replicas: int, hosts: list[str]) -> list[str]:
+    """Return one line if a rank is not on the host of its replica, whose server listens to that host
+    alone.
+    """
+    for rank in range(groups.world_size):
+        owner = owner_of_replica(
+            replica_of_rank(rank, groups.world_size, num_replicas), groups.world_size, num_replicas
+        )
+        if hosts[rank] != hosts[owner]:
+            return [
+                f"engine.replicas: {num_replicas}: rank {rank} on {hosts[rank]} would generate on "
+                f"{hosts[owner]}; "
+                f"take a multiple of the {len(set(hosts))} hosts, or servers of your own (engine.addresses)"
+            ]
+    return []

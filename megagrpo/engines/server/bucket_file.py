@@ -1,0 +1,69 @@
+"""Puts full tensors into buckets that lie in a file of shared memory, for engine processes of this
+machine.
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megagrpo.wire.manifest import BucketManifest, TensorEntry, checksum_of
+
+SHARED_MEMORY = Path("/dev/shm")
+_ALIGNMENT = 64  # bytes: a tensor's first one, for any dtype and for whole cache lines
+
+
+def fill_buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield copies on the CPU in buckets of at most `bucket_bytes`; a larger tensor has one of its own."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    filled = 0
+    for name, tensor in tensors:
+        if bucket and filled + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        # the sender may overwrite it when the next one is taken
+        bucket.append((name, tensor.detach().to("cpu", copy=True)))
+        filled += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+@contextmanager
+def bucket_file(version: int, bucket: list[tuple[str, torch.Tensor]]) -> Iterator[BucketManifest]:
+    """Write a bucket; it is there while the context lasts.
+
+    Raises:
+        OSError: the shared memory is full.
+    """
+    entries, offset = [], 0
+    for name, tensor in bucket:
+        entries.append(
+            TensorEntry(
+                name,
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                offset,
+                tensor.nbytes,
+                checksum_of(tensor),
+            )
+        )
+        offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    handle, path = tempfile.mkstemp(prefix="megagrpo_bucket_", dir=SHARED_MEMORY)
+    try:
+        with open(handle, "r+b") as file:
+            # full shared memory raises here, not as SIGBUS later
+            os.posix_fallocate(file.fileno(), 0, max(offset, 1))
+            with mmap.mmap(file.fileno(), 0) as mapped:
+                for entry, (_, tensor) in zip(entries, bucket, strict=True):
+                    mapped[entry.offset : entry.offset + entry.nbytes] = (
+                        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                    )
+        yield BucketManifest(version, "shared_memory", {"path": path}, "full", tuple(entries))
+    finally:
+        os.unlink(path)

@@ -1,0 +1,35 @@
+"""Which version an engine rank holds, so that changes are laid over no other one."""
+
+from megagrpo.wire.manifest import BucketManifest, ManifestError
+
+
+class HeldVersion:
+    """The version of one engine rank's weights."""
+
+    def __init__(self) -> None:
+        self._committed: int | None = None
+        # the version of which buckets have come; what is committed is not whole any more
+        self._loading: int | None = None
+
+    def check(self, manifest: BucketManifest) -> None:
+        """Raise ManifestError if a bucket holds changes to another version than the one that is here."""
+        if manifest.base is None or manifest.version == self._loading:
+            return
+        if self._loading is not None or manifest.base != self._committed:
+            held = (
+                f"parts of version {self._loading}"
+                if self._loading is not None
+                else f"version {self._committed}"
+            )
+            raise ManifestError(
+                f"version {manifest.version}: changes to version {manifest.base} came, this "
+                f"engine rank holds {held}"
+            )
+
+    def begin(self, version: int) -> None:
+        """Note that parameters are about to be overwritten."""
+        self._loading = version
+
+    def commit(self, version: int) -> None:
+        """Note that all of a version is here."""
+        self._committed, self._loading = version, None

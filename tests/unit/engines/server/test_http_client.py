@@ -1,0 +1,139 @@
+"""No call to a server lasts longer than the server, or than its time-out."""
+
+import contextlib
+import http.server
+import json
+import threading
+import time
+
+import pytest
+
+from megagrpo.engines.base import EngineError
+from megagrpo.engines.server.http_client import EngineClient, EngineUnreachable
+
+
+@pytest.fixture
+def server():
+    """A server that answers as the path says; `server.posts` holds what came."""
+    released = threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self._answer(200, {})
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            posts.append((self.path, body))
+            if self.path == "/wait":
+                released.wait(60)
+            if self.path == "/release":
+                released.set()
+            with contextlib.suppress(BrokenPipeError):  # a client that waits no longer
+                self._answer(400 if self.path == "/refuse" else 200, {"sent": body})
+
+        def _answer(self, status, body):
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *arguments):
+            pass
+
+    posts = []
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    httpd.daemon_threads = True
+    httpd.posts = posts
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield httpd
+    released.set()
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def client_of(server, timeout_seconds=60.0, end=lambda: None):
+    return EngineClient(f"http://127.0.0.1:{server.server_port}", timeout_seconds, end)
+
+
+def never():
+    return False
+
+
+def ignore(number, answer):
+    pass
+
+
+def test_every_answer_is_handed_over_with_the_number_of_its_call(server):
+    answers = {}
+    client_of(server).call_all(
+        [("/echo", {"number": number}) for number in range(20)], answers.__setitem__, 3, never, []
+    )
+    assert answers == {number: {"sent": {"number": number}} for number in range(20)}
+
+
+def test_an_error_in_what_is_done_with_an_answer_ends_the_call(server):
+    def on_answer(number, answer):
+        raise ValueError("scoring failed")
+
+    with pytest.raises(ValueError, match="scoring failed"):
+        client_of(server).call_all([("/echo", 1), ("/wait", 2)], on_answer, 2, never, [])
+
+
+def test_a_refusal_carries_what_the_server_said(server):
+    client = client_of(server)
+    with pytest.raises(EngineError, match=r'/refuse answered 400: \{"sent": \{"x": 1\}\}'):
+        client.call("/refuse", {"x": 1})
+    with pytest.raises(EngineError, match="/refuse answered 400"):
+        client.call_all([("/echo", 1), ("/refuse", 2)], ignore, 2, never, [])
+
+
+def test_silence_ends_with_the_time_out(server):
+    client = client_of(server, timeout_seconds=0.5)
+    with pytest.raises(
+        EngineUnreachable,
+        match=r"/wait was answered within engine.request_timeout_seconds "
+        r"= 0.5",
+    ):
+        client.call("/wait", {})
+    with pytest.raises(
+        EngineUnreachable,
+        match=r"no request was answered within "
+        r"engine.request_timeout_seconds = 0.5",
+    ):
+        client.call_all([("/wait", {})], ignore, 1, never, [])
+
+
+def test_the_end_of_the_server_ends_the_wait(server):
+    client = client_of(server, end=lambda: "the server was killed by SIGKILL" if server.posts else None)
+    with pytest.raises(EngineUnreachable, match="killed by SIGKILL"):
+        client.call_all([("/wait", {})], ignore, 1, never, [])
+
+
+def test_a_server_that_is_not_there_is_unreachable(server):
+    client = client_of(server)
+    assert client.is_answering("/health")
+    server.shutdown()
+    server.server_close()
+    assert not client.is_answering("/health")
+    with pytest.raises(EngineUnreachable, match="ConnectError"):
+        client.call("/echo", {})
+
+
+def test_an_abort_is_sent_and_keeps_back_what_was_not(server):
+    aborted = threading.Event()
+    result = {}
+    calls = [("/wait", {"number": 0}), ("/echo", {"number": 1})]
+    client = client_of(server)
+    thread = threading.Thread(
+        target=client.call_all,
+        args=(calls, result.__setitem__, 1, aborted.is_set, [("/release", {"ids": [0]})]),
+    )
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not server.posts and time.monotonic() < deadline:
+        time.sleep(0.01)
+    aborted.set()
+    thread.join(60)
+    assert result == {0: {"sent": {"number": 0}}, 1: None}
+    assert ("/release", {"ids": [0]}) in server.posts and ("/echo", {"number": 1}) not in server.posts

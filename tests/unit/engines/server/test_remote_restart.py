@@ -1,0 +1,56 @@
+"""What an engine knows of its server after that was started anew, or was left in the midst of an update."""
+
+import pytest
+import torch
+
+from megagrpo.config.schema import EngineConfig
+from megagrpo.engines.base import EngineError
+from megagrpo.engines.server.http_client import EngineClient, EngineUnreachable
+from megagrpo.engines.server.vllm import VllmEngine
+
+
+@pytest.fixture
+def follower(tiny_hf_folder, monkeypatch):
+    """An engine whose server is only said to be there; it holds version 4."""
+    monkeypatch.setattr(EngineClient, "is_answering", lambda self, path: True)
+    config = EngineConfig(name="vllm", addresses=("http://127.0.0.1:9",))
+    engine = VllmEngine(tiny_hf_folder("qwen3"), config, is_owner=False)
+    publish(engine, 4)
+    yield engine
+    engine.close()
+
+
+def publish(engine, version):
+    engine.begin_update(version)
+    engine.load((name, torch.empty(shape)) for name, shape in engine._tensor_shapes.items())
+    engine.commit_update(version)
+
+
+def test_a_follower_takes_note_of_a_start_at_another_address(follower):
+    follower.restart("http://127.0.0.1:10")
+    assert (follower.address, follower.health().state) == ("http://127.0.0.1:10", "empty")
+    publish(follower, 4)  # the version that was lost
+    assert follower.weight_version == 4
+
+
+def test_a_server_that_is_taken_for_empty_is_given_any_version_whole(follower):
+    """A publish that another replica ended: this one may hold the old version, half of the new one, or all
+    of it.
+    """
+    with pytest.raises(EngineError, match="version 4 is not above version 4"):
+        follower.begin_update(4)
+    follower.begin_update(5)
+    follower.forget_weights()
+    assert follower.health().state == "empty"
+    publish(follower, 4)
+    assert follower.health().ready
+
+
+def test_asking_for_checksums_notices_that_the_server_is_gone(follower, monkeypatch):
+    def gone(self, *arguments, **options):
+        raise EngineUnreachable("no answer")
+
+    monkeypatch.setattr(EngineClient, "call", gone)
+    with pytest.raises(EngineUnreachable):
+        follower.parameter_checksums()
+    assert (follower.health().state, follower.health().detail) == ("dead", "no answer")
