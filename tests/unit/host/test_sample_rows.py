@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.host.sglang import sample_rows as sample_rows_module
 from megagrpo.host.sglang.sample_rows import sample_rows
 from megagrpo.types import SamplingParams
 from megagrpo.wire import counter_sampling as sampling
