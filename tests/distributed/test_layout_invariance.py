@@ -17,20 +17,22 @@ Not covered here: bf16, Transformer Engine and NCCL (GPU only); expert paralleli
 """
 
 import pytest
-from torchrun_launch import run_torchrun
+from torchrun_launch import check_case
 
 CASES = {
     1: "cp1:packed cp1:tiny cp1:unshared cp1:unpacked full:packed selective:packed",
     2: "tp2:packed tp2sp:tiny pp2:packed pp2:unpacked pp2vpp2:packed pp2vpp2:equal pp2=Et*3|tL:unpacked "
-    "cp2:unshared cp2:tiny dp2:tiny "
-    "dp2overlap:unpacked",
+    "cp2:unshared cp2:tiny dp2:tiny dp2overlap:unpacked",
     4: "tp2pp2:packed tp2pp2sp:tiny tp2:unshared pp2:tiny pp4:packed dp4:packed tp2cp2sp:packed "
-    "tp2cp2sp:unpacked cp2:unpacked "
-    "pp2vpp2cp2:tiny tp2pp2vpp2sp:packed pp2vpp2overlap:unshared pp4=E|tt|tt|L:packed pp4uneven:packed",
+    "tp2cp2sp:unpacked cp2:unpacked pp2vpp2cp2:tiny tp2pp2vpp2sp:packed pp2vpp2overlap:unshared "
+    "pp4=E|tt|tt|L:packed pp4uneven:packed",
 }
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks", CASES)
-def test_losses_norms_and_weights_equal_the_dense_reference(dense_reference, ranks):
-    assert "INVARIANT" in run_torchrun(ranks, "invariance_worker.py", *dense_reference, *CASES[ranks].split())
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(ranks, case) for ranks in CASES for case in CASES[ranks].split()]
+)
+def test_losses_norms_and_weights_equal_the_dense_reference(dense_reference, ranks, case):
+    cases = CASES[ranks].split()
+    check_case(case, cases, ranks, "invariance_worker.py", *dense_reference, *cases)

@@ -17,9 +17,10 @@ test_moe_invariance.py).
 Not covered here: bf16, Transformer Engine, NCCL.
 """
 
+import dense_update
 import pytest
 import torch
-from torchrun_launch import run_torchrun
+from torchrun_launch import check_case, run_torchrun
 
 DENSE = {
     1: "cp1:all",
@@ -37,8 +38,6 @@ def one_rank_first(model, algorithms, cases, folder):
     """Write the dense results and the metrics of one rank; return what the worker takes: model, both
     files.
     """
-    import dense_update
-
     torch.save(dense_update.expected_results(model, algorithms), folder / "dense.pt")
     run_torchrun(
         1, "update_matrix_worker.py", model, folder / "dense.pt", folder / "single.pt", *cases.split()
@@ -48,27 +47,34 @@ def one_rank_first(model, algorithms, cases, folder):
 
 @pytest.fixture(scope="module")
 def dense_results(dense_reference, tmp_path_factory):
-    import dense_update
-
     return one_rank_first(dense_reference[0], dense_update.ALL, DENSE[1], tmp_path_factory.mktemp("matrix"))
 
 
 @pytest.fixture(scope="module")
 def moe_results(moe_model, tmp_path_factory):
-    import dense_update
-
     return one_rank_first(moe_model, dense_update.SOME, MOE[1], tmp_path_factory.mktemp("moe_matrix"))
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_loss_and_aggregation_equals_the_dense_reference_and_one_rank(dense_results, ranks):
-    assert "MATRIX EQUAL" in run_torchrun(
-        ranks, "update_matrix_worker.py", *dense_results, *DENSE[ranks].split()
-    )
+def cases_of(layouts: str) -> list[str]:
+    """Every layout with all losses and aggregations, or with some of them."""
+    chosen = {"all": dense_update.ALL, "some": dense_update.SOME}
+    split = [layout.split(":") for layout in layouts.split()]
+    return [f"{name}:{' '.join(algorithm)}" for name, amount in split for algorithm in chosen[amount]]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_loss_of_a_mixture_of_experts_equals_the_dense_reference_and_one_rank(moe_results, ranks):
-    assert "MATRIX EQUAL" in run_torchrun(ranks, "update_matrix_worker.py", *moe_results, *MOE[ranks].split())
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(ranks, case) for ranks in (2, 4) for case in cases_of(DENSE[ranks])]
+)
+def test_every_loss_and_aggregation_equals_the_dense_reference_and_one_rank(dense_results, ranks, case):
+    cases, layouts = cases_of(DENSE[ranks]), DENSE[ranks].split()
+    check_case(case, cases, ranks, "update_matrix_worker.py", *dense_results, *layouts)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(ranks, case) for ranks in (2, 4) for case in cases_of(MOE[ranks])]
+)
+def test_every_loss_of_a_mixture_of_experts_equals_the_dense_reference_and_one_rank(moe_results, ranks, case):
+    cases, layouts = cases_of(MOE[ranks]), MOE[ranks].split()
+    check_case(case, cases, ranks, "update_matrix_worker.py", *moe_results, *layouts)

@@ -14,6 +14,7 @@ DEVICE = device_module.setup()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from reported_cases import reported_case  # noqa: E402
 
 from megagrpo.checkpoint import manager as manager_module  # noqa: E402
 from megagrpo.checkpoint import plan as plan_module  # noqa: E402
@@ -230,11 +231,11 @@ def check_failures():
 
 
 def main():
-    for layout in LAYOUTS:
-        check_values(layout, "fp32")
-    check_values("dp2", "bf16")
-    check_values("tp2", "bf16")
-    check_failures()
+    for layout, recipe in (*((layout, "fp32") for layout in LAYOUTS), ("dp2", "bf16"), ("tp2", "bf16")):
+        with reported_case(f"{layout} {recipe}"):
+            check_values(layout, recipe)
+    with reported_case("failures"):
+        check_failures()
 
 
 if __name__ == "__main__":

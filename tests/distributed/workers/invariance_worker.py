@@ -19,6 +19,7 @@ import dense_grpo  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from reported_cases import reported_case  # noqa: E402
 
 from megagrpo.algorithms.algorithm import Algorithm  # noqa: E402
 from megagrpo.config.checks import token_alignment  # noqa: E402
@@ -189,9 +190,9 @@ def main() -> None:
     folder, reference, *cases = sys.argv[1:]
     expected = torch.load(reference)
     for case in cases:
-        check(Path(folder), expected, *case.split(":"))
+        with reported_case(case):
+            check(Path(folder), expected, *case.split(":"))
         destroy_groups()
-    print("INVARIANT", cases)
 
 
 if __name__ == "__main__":

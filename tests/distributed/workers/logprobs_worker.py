@@ -8,6 +8,7 @@ status.
 
 import torch
 import torch.distributed as dist
+from reported_cases import reported_case
 
 from megagrpo.ops import logit_tiles, tiling
 from megagrpo.ops.exact_kl import linear_exact_kl
@@ -190,15 +191,13 @@ SHAPES = [(40, 40, 7), (37, 40, 7), (9, 16, 5), (37, 40, 1), (37, 40, 0)]
 def run(group):
     for vocab_size, padded, num_rows in SHAPES:
         name = f"tp={group.size()} V={vocab_size} padded={padded} T={num_rows}"
-        try:
+        with reported_case(name):
             for temperature in (1.0, torch.linspace(0.5, 2.0, num_rows)):
                 check_logprobs(Case(group, vocab_size, padded, num_rows), temperature)
             check_unreduced_hidden_gradient(Case(group, vocab_size, padded, num_rows))
             check_exact_kl(Case(group, vocab_size, padded, num_rows))
             for chunk_rows in (3, 100):
                 check_token_loss(Case(group, vocab_size, padded, num_rows), chunk_rows)
-        except Exception as error:
-            raise RuntimeError(f"case {name}: {error}") from error
 
 
 def main():

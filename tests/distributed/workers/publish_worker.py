@@ -21,6 +21,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from receiving_engine import BUCKET_BYTES, check_received, publish_in_vain, publisher_of  # noqa: E402
+from reported_cases import reported_case  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -359,19 +360,25 @@ def main() -> None:
         ]:
             if read_hf_config(folder).num_experts is None and {"ep", "etp"} & sizes.keys():
                 continue
-            check_model(folder, layout, groups, Path(scratch))
+            with reported_case(f"{layout}:{folder.name}"):
+                check_model(folder, layout, groups, Path(scratch))
             if folder.name in ("qwen2", "qwen3_moe"):
-                check_quantized(folder, layout, groups, Path(scratch))
+                with reported_case(f"{layout}:{folder.name} quantised"):
+                    check_quantized(folder, layout, groups, Path(scratch))
             if folder.name in ("qwen2", "qwen3_moe") and "vpp" not in sizes:
-                check_probe(folder, layout, groups, sizes)
+                with reported_case(f"{layout}:{folder.name} probed"):
+                    check_probe(folder, layout, groups, sizes)
         if layout == layouts[0]:
-            check_faults(Path(models) / "qwen3", groups, Path(scratch))
-            check_group(Path(models) / "qwen3", groups, Path(scratch))
-            check_delta(Path(models) / "llama_tied_llama3_rope", groups, Path(scratch))
+            with reported_case("faults are shared"):
+                check_faults(Path(models) / "qwen3", groups, Path(scratch))
+            with reported_case("a process group"):
+                check_group(Path(models) / "qwen3", groups, Path(scratch))
+            with reported_case("changes alone"):
+                check_delta(Path(models) / "llama_tied_llama3_rope", groups, Path(scratch))
         if layout == layouts[-1]:
-            check_delta(Path(models) / "qwen3_moe", groups, Path(scratch), DELTAS[1:5:2])
+            with reported_case("changes alone, of experts"):
+                check_delta(Path(models) / "qwen3_moe", groups, Path(scratch), DELTAS[1:5:2])
         destroy_groups()
-    print("PUBLISH OK", layouts)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from reported_cases import reported_case
 
 from megagrpo.device.device import megatron_region
 from megagrpo.models import build
@@ -115,7 +116,7 @@ REMOVED_FROM_EXPERTS = {
 def check_removed(removed: dict, folder: Path, expected: dict) -> None:
     """Run the invariance check with a fix taken away: it must fail, at the place where the fault shows."""
     for name, (layout, patches, fault) in removed.items():
-        with ExitStack() as stack:
+        with reported_case(name), ExitStack() as stack:
             for target, replacement in patches.items():
                 stack.enter_context(mock.patch(target, replacement))
             try:
@@ -195,13 +196,15 @@ def main() -> None:
         Path(sys.argv[3]),
         torch.load(sys.argv[4]),
     )
-    check_lost_all_reduce()
-    check_shared_step(folder)
+    with reported_case("a lost all-reduce"):
+        check_lost_all_reduce()
+    with reported_case("a shared step"):
+        check_shared_step(folder)
     check_removed(REMOVED, folder, expected)
     check_removed(REMOVED_FROM_EXPERTS, moe_folder, moe_expected)
-    check_unbound_name(moe_folder, moe_expected)
+    with reported_case("an unbound name"):
+        check_unbound_name(moe_folder, moe_expected)
     assert not dist.is_initialized()
-    print("TRAPS SHOWN")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ DEVICE = device_module.setup()
 import dense_update as dense  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from reported_cases import reported_case  # noqa: E402
 
 from megagrpo.algorithms.algorithm import Algorithm  # noqa: E402
 from megagrpo.config.checks import token_alignment  # noqa: E402
@@ -212,24 +213,24 @@ def main() -> None:
         parallel = ParallelConfig(**sizes, sp="sp" in layout_name, moe_dispatcher=dispatcher)
         groups = build_groups(ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes), timeout_seconds=120)
         for algorithm in expected["results"] if amount == "all" else dense.SOME:
-            name = f"{layout_name} {' '.join(algorithm)}"
-            result, metrics, gradients = run_case(
-                folder, make_config(folder, *algorithm), groups, parallel, expected["rollout_logprobs"]
-            )
-            check(name, expected["results"][algorithm], result, metrics, gradients)
-            got = result.metrics | check_gap(
-                name, result, read_hf_config(folder).vocab_size, expected["rollout_logprobs"]
-            )
-            alone = one_rank.setdefault(algorithm, got)
-            assert alone.keys() == got.keys(), f"{name}: {alone.keys() ^ got.keys()}"
-            for metric, value in alone.items():
-                assert close(got[metric], value, algorithm[1]), (
-                    f"{name}: {metric} {got[metric]}, on one rank {value}"
+            name = f"{layout_name}:{' '.join(algorithm)}"
+            with reported_case(name):
+                result, metrics, gradients = run_case(
+                    folder, make_config(folder, *algorithm), groups, parallel, expected["rollout_logprobs"]
                 )
+                check(name, expected["results"][algorithm], result, metrics, gradients)
+                got = result.metrics | check_gap(
+                    name, result, read_hf_config(folder).vocab_size, expected["rollout_logprobs"]
+                )
+                alone = one_rank.setdefault(algorithm, got)
+                assert alone.keys() == got.keys(), f"{name}: {alone.keys() ^ got.keys()}"
+                for metric, value in alone.items():
+                    assert close(got[metric], value, algorithm[1]), (
+                        f"{name}: {metric} {got[metric]}, on one rank {value}"
+                    )
         destroy_groups()
     if not single.is_file():
         torch.save(one_rank, single)
-    print("MATRIX EQUAL")
 
 
 if __name__ == "__main__":
