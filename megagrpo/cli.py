@@ -38,7 +38,7 @@ def run(
         typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="values that win over the file"),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="processes to start; default: one replica, tp * pp")
+        int | None, typer.Option(min=1, help="processes to start; default: one replica, tp * pp * cp")
     ] = None,
     max_restarts: Annotated[
         int,
@@ -56,18 +56,9 @@ def run(
 
     Ctrl-C, SIGTERM or SIGUSR1 saves and stops; Ctrl-C twice leaves at once.
     """
-    from megagrpo.config.checks import verify_config
-    from megagrpo.config.load import load_config
+    from megagrpo.planning.preflight import prepare_run
 
-    resolved = load_config(config, overrides or [])
-    num_ranks = nproc or resolved.parallel.tp * resolved.parallel.pp
-    verify_config(resolved, num_ranks)
-    from megagrpo.device.launch import set_thread_environment
-
-    set_thread_environment(num_ranks)  # the ranks inherit it
-    from megagrpo.planning.components import verify_components  # the first import of torch
-
-    verify_components(resolved)
+    resolved, num_ranks = prepare_run(config, overrides or [], nproc)
     if dry_run:
         from megagrpo.planning.dry_run import print_dry_run
 

@@ -9,8 +9,6 @@ import torch
 from transformers import AutoTokenizer
 
 from megagrpo.algorithms.algorithm import Algorithm
-from megagrpo.config.checks import build_layout, sequence_alignment, token_alignment
-from megagrpo.config.engine_checks import EMBEDDED_ENGINES
 from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
 from megagrpo.config.schema import Config, EvaluationSetConfig
 from megagrpo.device.device import set_deterministic
@@ -24,8 +22,10 @@ from megagrpo.models.family import read_hf_config
 from megagrpo.models.hf_files import check_no_unknown_tensors
 from megagrpo.models.precision import build_precision
 from megagrpo.models.spec import uses_transformer_engine
+from megagrpo.parallel.alignment import sequence_alignment, token_alignment
 from megagrpo.parallel.groups import ParallelGroups, build_groups
-from megagrpo.parallel.layout import ParallelLayout
+from megagrpo.parallel.layout import ParallelLayout, build_layout
+from megagrpo.planning.engine_checks import EMBEDDED_ENGINES
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder
 from megagrpo.policy.microbatches import PackingRules
@@ -92,7 +92,7 @@ def build_session(config: Config, device: torch.device) -> Session:
         config.rewards.timeout_seconds,
         config.rewards.failure_value,
     )
-    layout = build_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+    layout = build_layout(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
     groups = build_groups(layout, config.run.collective_timeout_seconds)
     lock = hold_run_folder(Path(config.run.dir))
 

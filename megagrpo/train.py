@@ -91,20 +91,14 @@ def world_size() -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from megagrpo.config.checks import verify_config
-    from megagrpo.config.load import load_config
+    from megagrpo.planning.preflight import prepare_run
 
-    num_ranks = options.world_size or world_size()
-    config = load_config(options.config, options.overrides)
-    verify_config(config, num_ranks)
-    from megagrpo.device.launch import set_deterministic_environment, set_thread_environment
-
-    if config.run.deterministic:
-        set_deterministic_environment()
-    set_thread_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    from megagrpo.planning.components import verify_components  # the first import of torch
-
-    verify_components(config)
+    config, num_ranks = prepare_run(
+        options.config,
+        options.overrides,
+        options.world_size or world_size(),
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
     if options.dry_run:
         from megagrpo.planning.dry_run import print_dry_run
 

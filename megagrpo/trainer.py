@@ -211,12 +211,10 @@ class Trainer:
         return stats.metrics
 
     def _update(self, rollouts: StepRollouts) -> UpdateResult:
-        update = self.config.update
-        total_updates = self.config.run.steps * update.mini_batches_per_step * update.epochs_per_step
         result = self.session.updater.run(
             rollouts,
             learning_rate=lambda k: learning_rate(
-                self.config.optimizer, self.state.updates + k, total_updates
+                self.config.optimizer, self.state.updates + k, self.config.total_updates
             ),
             before_apply=partial(self._before_apply, rollouts),
             before_pass=self._stop_if_asked,

@@ -15,14 +15,17 @@ exactly the sum over tokens of weight * token loss, however the sequences are sp
 micro-batches. A correction's masks come first: lengths are counts after masking.
 """
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
 from megagrpo.algorithms.losses.base import LossOutput
 from megagrpo.algorithms.metrics import Metric, measure
+from megagrpo.config.algorithm import Aggregation
 from megagrpo.errors import UserError
 
-MODES = ("sequence_mean", "group_token_mean", "token_mean", "constant", "sequence_sum")
+MODES: tuple[str, ...] = get_args(Aggregation)
 
 
 def compute_token_weights(

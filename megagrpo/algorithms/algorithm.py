@@ -104,7 +104,7 @@ class Algorithm:
         overlong = self.config.overlong
         if overlong.penalty == 0:
             return rewards
-        buffer = overlong.buffer_tokens or max(1, self.max_new_tokens // 5)
+        buffer = overlong.buffer_of(self.max_new_tokens)
         return rewards + compute_overlong_penalty(
             lengths, finish_by_length, self.max_new_tokens, buffer, overlong.penalty
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from megagrpo.algorithms.advantages import ADVANTAGES
 from megagrpo.algorithms.lookup import find_entry
 from megagrpo.algorithms.losses import LOSSES
+from megagrpo.algorithms.overlong import buffer_problem
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import UserError
 from megagrpo.registry import suggestion
@@ -62,12 +63,9 @@ def check_algorithm_config(
             )
         if config.loss == "sapo" and min(config.loss_options.values(), default=1.0) <= 0:
             problems.append("algorithm.loss_options: tau_positive and tau_negative must be above 0")
-    buffer = config.overlong.buffer_tokens
-    if config.overlong.penalty > 0 and buffer is not None and buffer > max_new_tokens:
-        problems.append(
-            f"algorithm.overlong.buffer_tokens: {buffer}; must be 1 to rollout.max_new_tokens = "
-            f"{max_new_tokens}"
-        )
+    problem = buffer_problem(config.overlong.buffer_of(max_new_tokens), max_new_tokens)
+    if config.overlong.penalty > 0 and problem:
+        problems.append(problem)
     return problems
 
 

@@ -33,14 +33,21 @@ def compute_overlong_penalty(
     Raises:
         UserError: a buffer of 0, or longer than the limit.
     """
-    if not 1 <= buffer_tokens <= max_new_tokens:
-        raise UserError(
-            f"algorithm.overlong.buffer_tokens: {buffer_tokens}; must be 1 to "
-            f"rollout.max_new_tokens = {max_new_tokens}"
-        )
+    if problem := buffer_problem(buffer_tokens, max_new_tokens):
+        raise UserError(problem)
     excess = lengths.to(torch.float64) - (max_new_tokens - buffer_tokens)
     share = torch.where(finish_by_length, 1.0, (excess / buffer_tokens).clamp(0, 1))
     return -penalty * share
+
+
+def buffer_problem(buffer_tokens: int, max_new_tokens: int) -> str | None:
+    """Return what is wrong with the buffer, None where it fits into the limit."""
+    if 1 <= buffer_tokens <= max_new_tokens:
+        return None
+    return (
+        f"algorithm.overlong.buffer_tokens: {buffer_tokens}; must be 1 to "
+        f"rollout.max_new_tokens = {max_new_tokens}"
+    )
 
 
 def mask_overlong(valid: Tensor, finish_by_length: Tensor) -> Tensor:

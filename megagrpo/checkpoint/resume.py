@@ -128,16 +128,11 @@ def check_config(choice: Choice, config: Config, updates: int) -> list[str]:
     return notes
 
 
-def total_updates(config: Config) -> int:
-    """Return the optimizer updates of a whole run: what a decaying learning rate is stretched over."""
-    return config.run.steps * config.update.mini_batches_per_step * config.update.epochs_per_step
-
-
 def describe_schedule_change(saved: Config, own: Config, updates: int) -> str | None:
     """Return one line where the learning rates of the coming updates are others than the saved run's would
     have been; else None.
     """
-    spans = total_updates(saved), total_updates(own)
+    spans = saved.total_updates, own.total_updates
     for update in range(updates, max(spans)):
         before = learning_rate(saved.optimizer, update, spans[0])
         now = learning_rate(own.optimizer, update, spans[1])

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+Aggregation = Literal["sequence_mean", "group_token_mean", "token_mean", "constant", "sequence_sum"]
+
 
 class DynamicSamplingConfig(Section):
     """DAPO's dynamic sampling (arXiv 2503.14476, Eq. 11): groups whose rewards are all equal are replaced."""
@@ -28,6 +30,10 @@ class OverlongConfig(Section):
         "rollout.max_new_tokens",
     )
     mask: bool = Field(False, description="completions cut by the limit take no part in the loss")
+
+    def buffer_of(self, max_new_tokens: int) -> int:
+        """Return `buffer_tokens`, else a fifth of the limit (DAPO: 4096 of 20480)."""
+        return self.buffer_tokens or max(1, max_new_tokens // 5)
 
 
 class KLConfig(Section):
@@ -135,9 +141,7 @@ class AlgorithmConfig(Section):
     loss_options: dict[str, float] = Field(
         default_factory=dict, description="further constants of the chosen loss"
     )
-    aggregation: Literal["sequence_mean", "group_token_mean", "token_mean", "constant", "sequence_sum"] = (
-        "sequence_mean"
-    )
+    aggregation: Aggregation = "sequence_mean"
     aggregation_constant: PositiveInt | None = Field(
         None, description="denominator length of `constant` (Dr. GRPO)"
     )

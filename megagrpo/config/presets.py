@@ -8,9 +8,8 @@ and differences:
   loss with coefficient 0.04.
 - `dapo` DAPO (arXiv 2503.14476): clip 0.2 / 0.28, all tokens of a group alike, dynamic sampling, soft
   overlong punishment, no KL. The paper expects 16384 tokens and adds a buffer of 4096, so its limit (our
-  `rollout.max_new_tokens`) is 20480 and the buffer a fifth of it; where the user gives no buffer it is
-  `rollout.max_new_tokens // 5`. Its filter of cut completions (`overlong.mask`) stays off, since the paper's
-  final recipe shapes the reward instead.
+  `rollout.max_new_tokens`) is 20480 and the buffer a fifth of it, which is our default. Its filter of cut
+  completions (`overlong.mask`) stays off, since the paper's final recipe shapes the reward instead.
 - `dr_grpo` Dr. GRPO (arXiv 2503.20783): no division by the standard deviation, constant denominator
   (`rollout.max_new_tokens`), no KL.
 - `rloo` Back to Basics (arXiv 2402.14740): leave-one-out baseline, plain policy gradient of whole
@@ -124,8 +123,6 @@ def _with_derived_values(name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     limit = rollout.get("max_new_tokens") if isinstance(rollout, Mapping) else None
     if not isinstance(limit, int) or limit < 1:  # missing, or a mistake that validation reports
         limit = RolloutConfig.model_fields["max_new_tokens"].default
-    if name == "dapo":
-        return _fill({"overlong": {"buffer_tokens": max(1, limit // 5)}}, preset)
     if name == "dr_grpo":
         return _fill({"aggregation_constant": limit}, preset)
     return preset

@@ -1,7 +1,7 @@
 """The configuration: one frozen section per subsystem. No torch, no Megatron here.
 
 Every value lives in one place; derived values are properties. An unknown key is an error. Checks that need
-one section only are written beside its fields; checks across sections are in `checks.py`.
+one section only are written beside its fields; checks across sections are in `planning/checks.py`.
 """
 
 from typing import Annotated, Any, Literal
@@ -18,6 +18,9 @@ from megagrpo.config.section import (
     PositiveInt,
     Section,
 )
+
+PROBE_PROMPT_TOKENS = 8  # of the prompt on which engine and trainer are compared before new weights serve
+FP8_BLOCK = 128  # rows and columns of a block of a quantised weight
 
 
 class RunConfig(Section):
@@ -303,6 +306,11 @@ class UpdateConfig(Section):
         "0: none",
     )
 
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of one step."""
+        return self.mini_batches_per_step * self.epochs_per_step
+
 
 class RewardConfig(Section):
     """One reward."""
@@ -445,3 +453,8 @@ class Config(Section):
     telemetry: Annotated[TelemetryConfig, FREE] = TelemetryConfig()
     watchdog: Annotated[WatchdogConfig, FREE] = WatchdogConfig()
     spikes: Annotated[SpikesConfig, FREE] = SpikesConfig()
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer updates of the whole run: what a decaying learning rate is stretched over."""
+        return self.run.steps * self.update.updates_per_step

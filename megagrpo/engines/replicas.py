@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megagrpo.config.engine_checks import EMBEDDED_ENGINES
 from megagrpo.config.schema import Config
 from megagrpo.engines import ENGINES, Engine
 from megagrpo.errors import UserError
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
+from megagrpo.planning.engine_checks import EMBEDDED_ENGINES
 
 
 def replica_of_rank(rank: int, world_size: int, num_replicas: int) -> int:

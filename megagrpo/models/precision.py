@@ -32,7 +32,6 @@ class Precision:
     params_dtype: torch.dtype
     fp8: str | None = None
     fp8_recipe: str | None = None
-    packing_alignment: int = 1  # token counts of FP8 GEMMs must be multiples of 16 (32 for MXFP8 blocks)
 
     @property
     def is_bf16(self) -> bool:
@@ -70,4 +69,4 @@ def build_precision(recipe: str) -> Precision:
     if missing:
         raise UserError(f"precision.recipe: {recipe} needs {' and '.join(missing)}; use fp32 or bf16")
     fp8, fp8_recipe = FP8_RECIPES[recipe]
-    return Precision(torch.bfloat16, fp8, fp8_recipe, packing_alignment=32 if recipe == "mxfp8" else 16)
+    return Precision(torch.bfloat16, fp8, fp8_recipe)

@@ -9,7 +9,7 @@ layer, norms, biases and routers stay in the model's dtype.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megagrpo.config.engine_checks import FP8_BLOCK
+from megagrpo.config.schema import FP8_BLOCK
 
 _SUFFIX = "_scale_inv"
 

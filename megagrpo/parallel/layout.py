@@ -7,9 +7,10 @@ of their own over the same ranks: etp, ep, expert dp, pp.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from megagrpo.config.schema import ParallelConfig
 from megagrpo.parallel.stages import check_pipeline_layout, check_split, expand_pipeline_layout, split_layers
 
 
@@ -250,3 +251,9 @@ class ParallelLayout:
             ]
             lines.append(f"replica {dp}: " + " | ".join(stages))
         return "\n".join(lines)
+
+
+def build_layout(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
+    """Return the layout of `parallel:` on `world_size` ranks; `validate` says whether it divides."""
+    sizes = parallel.model_dump(include={field.name for field in fields(ParallelLayout)})
+    return ParallelLayout(world_size=world_size, **sizes)

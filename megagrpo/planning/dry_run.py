@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from megagrpo.config.checks import build_layout, token_alignment
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import Config
-from megagrpo.parallel.layout import ParallelLayout
+from megagrpo.parallel.alignment import token_alignment
+from megagrpo.parallel.layout import ParallelLayout, build_layout
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def compute_batch_arithmetic(config: Config, layout: ParallelLayout) -> BatchAri
         completions=groups * completions,
         max_tokens_per_sequence=longest,
         max_tokens_per_step=groups * completions * longest,
-        updates_per_step=mini_batches * config.update.epochs_per_step,
+        updates_per_step=config.update.updates_per_step,
         groups_per_mini_batch=groups // mini_batches,
         sequences_per_mini_batch=groups // mini_batches * completions,
         microbatch_tokens=budget,
@@ -82,7 +82,7 @@ def print_dry_run(config: Config, world_size: int) -> None:
 
 def format_dry_run(config: Config, world_size: int) -> str:
     """Return the whole text of a dry run."""
-    layout = build_layout(config, world_size)
+    layout = build_layout(config.parallel, world_size)
     parts = [
         ("Configuration", dump_config(config).rstrip()),
         (

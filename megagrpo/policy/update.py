@@ -251,8 +251,7 @@ class PolicyUpdater:
         """Whether the first forward of the update is that of the old policy, so that its own log-probs
         serve as the old ones.
         """
-        update = self.config.update
-        single = update.mini_batches_per_step * update.epochs_per_step == 1
+        single = self.config.update.updates_per_step == 1
         return single and not self.algorithm.config.correction.enabled and not self.algorithm.kl_in_reward
 
     def _rows_before_update(

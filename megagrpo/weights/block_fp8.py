@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megagrpo.config.engine_checks import FP8_BLOCK
+from megagrpo.config.schema import FP8_BLOCK
 from megagrpo.weights.boxes import Box
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn

@@ -7,9 +7,9 @@ import pytest
 import torch
 from engine_contract import SERVER_NAMES
 
-from megagrpo.config.engine_checks import EMBEDDED_ENGINES
 from megagrpo.config.schema import EngineConfig
 from megagrpo.engines import ENGINES
+from megagrpo.planning.engine_checks import EMBEDDED_ENGINES
 from megagrpo.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from megagrpo.config.engine_checks import EMBEDDED_ENGINES
 from megagrpo.engines import ENGINES
+from megagrpo.planning.engine_checks import EMBEDDED_ENGINES
 from megagrpo.types import SamplingParams
 
 TOLERANCE = 2e-5

@@ -5,8 +5,8 @@ import json
 import psutil
 import pytest
 
-from megagrpo.config.engine_checks import EMBEDDED_ENGINES
 from megagrpo.engines import ENGINES
+from megagrpo.planning.engine_checks import EMBEDDED_ENGINES
 
 pytestmark = [pytest.mark.engines, pytest.mark.end_to_end, pytest.mark.timeout(900)]
 

@@ -23,7 +23,7 @@ def test_dapo_is_what_its_paper_says():
     assert (config.clip_low, config.clip_high) == (0.2, 0.28)
     assert config.aggregation == "group_token_mean"
     assert config.dynamic_sampling.enabled
-    assert (config.overlong.penalty, config.overlong.buffer_tokens, config.overlong.mask) == (
+    assert (config.overlong.penalty, config.overlong.buffer_of(20480), config.overlong.mask) == (
         1.0,
         4096,
         False,

@@ -4,11 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from megagrpo.config.schema import Config, EngineConfig, WeightsConfig
+from megagrpo.config.schema import FP8_BLOCK, PROBE_PROMPT_TOKENS, Config, EngineConfig, WeightsConfig
 
 EMBEDDED_ENGINES = ("transformers",)  # they live in the ranks
-PROBE_PROMPT_TOKENS = 8  # of the prompt on which engine and trainer are compared before new weights serve
-FP8_BLOCK = 128  # rows and columns of a block of a quantised weight
 _EVERY_ENGINE = ("name", "max_batch_completions", "max_prefill_tokens", "sleep_while_training")
 
 

@@ -1,26 +1,18 @@
 """Checks across sections, against the world size and against the model: everything that can be known before a
-model is built.
-
-Imports no torch. `parallel/layout.py` stands above this package, but is pure arithmetic that imports nothing.
+model is built. Imports no torch: mistakes are told before it is loaded.
 """
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
-from megagrpo.config.engine_checks import check_engine
-from megagrpo.config.files import check_files, read_hf_config
 from megagrpo.config.hardware import Hardware, detect_hardware
 from megagrpo.config.messages import field_places
-from megagrpo.config.schema import Config, ParallelConfig
+from megagrpo.config.schema import Config
 from megagrpo.errors import ConfigError
-from megagrpo.parallel.layout import ParallelLayout
-
-# Estimators that compare a completion with the others of its group: alone it would get 0, or nothing at all.
-GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k")
-# tokens of an FP8 GEMM
-FP8_ALIGNMENT = {"fp8_delayed": 16, "fp8_tensorwise": 16, "fp8_blockwise": 16, "mxfp8": 32}
+from megagrpo.parallel.alignment import FP8_ALIGNMENT, token_alignment
+from megagrpo.parallel.layout import build_layout
+from megagrpo.planning.engine_checks import check_engine
+from megagrpo.planning.file_checks import check_files, read_hf_config
 
 
 def verify_config(config: Config, world_size: int) -> dict[str, Any]:
@@ -63,33 +55,8 @@ def check_config(
     ]
 
 
-def build_layout(config: Config, world_size: int) -> ParallelLayout:
-    """Return the layout that `parallel:` asks for on `world_size` ranks; whether it divides is not checked
-    here.
-    """
-    sizes = config.parallel.model_dump(include={field.name for field in fields(ParallelLayout)})
-    return ParallelLayout(world_size=world_size, **sizes)
-
-
-def token_alignment(parallel: ParallelConfig, recipe: str) -> int:
-    """Return what packed token counts are padded to a multiple of.
-
-    Each of the cp ranks holds two equal chunks, whose tokens together are a multiple of tp where sequence
-    parallel and of the FP8 block where FP8.
-    """
-    chunks, sharded = 2 if parallel.cp > 1 else 1, parallel.tp if parallel.sp else 1
-    return parallel.cp * math.lcm(chunks, sharded, FP8_ALIGNMENT.get(recipe, 1))
-
-
-def sequence_alignment(parallel: ParallelConfig, use_te: bool) -> int:
-    """Return what each packed sequence is padded to a multiple of: Transformer Engine cuts every one in 2
-    * cp chunks.
-    """
-    return 2 * parallel.cp if use_te and parallel.cp > 1 else 1
-
-
 def _check_layout(config: Config, world_size: int, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
-    layout = build_layout(config, world_size)
+    layout = build_layout(config.parallel, world_size)
     problems = layout.validate(hf_config)
     if problems:
         nearest = layout.nearest_valid(hf_config)
@@ -132,7 +99,7 @@ def _check_batch(config: Config, world_size: int) -> Iterator[str]:
             f"nearest that do: {', '.join(map(str, nearest))}"
         )
         return
-    layout = build_layout(config, world_size)
+    layout = build_layout(config.parallel, world_size)
     sequences = prompts // mini_batches * config.rollout.completions_per_prompt
     if world_size % layout.model_size == 0 and sequences < layout.dp:
         yield (
@@ -196,24 +163,11 @@ def _check_sampling(config: Config, hf_config: Mapping[str, Any]) -> Iterator[st
 
 def _check_algorithm(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.rollout
-    if rollout.completions_per_prompt == 1:
-        alone = "rollout.completions_per_prompt: 1: must be at least 2"
-        if algorithm.advantages in GROUP_BASELINES:
-            yield f"{alone}; algorithm.advantages {algorithm.advantages} compares the completions of a group"
-        if algorithm.dynamic_sampling.enabled:
-            yield f"{alone}; algorithm.dynamic_sampling drops groups of equal rewards, so every group"
-    if algorithm.overlong.penalty > 0:
-        buffer = algorithm.overlong.buffer_tokens
-        if buffer is None and rollout.max_new_tokens < 5:
-            yield (
-                "algorithm.overlong.buffer_tokens: missing; a fifth of rollout.max_new_tokens = "
-                f"{rollout.max_new_tokens} is no token"
-            )
-        if buffer is not None and buffer >= rollout.max_new_tokens:
-            yield (
-                f"algorithm.overlong.buffer_tokens: {buffer}: must be less than rollout.max_new_tokens = "
-                f"{rollout.max_new_tokens}"
-            )
+    if rollout.completions_per_prompt == 1 and algorithm.dynamic_sampling.enabled:
+        yield (
+            "rollout.completions_per_prompt: 1: must be at least 2; algorithm.dynamic_sampling drops groups "
+            "of equal rewards, so every group"
+        )
     if rollout.max_policy_age > 0 and not algorithm.correction.enabled and algorithm.old_logprobs == "actor":
         yield (
             f"rollout.off_policy: {rollout.off_policy}: completions come from older weights, and nothing "
@@ -221,11 +175,10 @@ def _check_algorithm(config: Config) -> Iterator[str]:
             "algorithm.correction (say, importance: token), or algorithm.old_logprobs: engine, whose ratio "
             "holds the difference"
         )
-    updates = config.run.steps * config.update.mini_batches_per_step * config.update.epochs_per_step
-    if config.optimizer.warmup_steps >= updates:
+    if config.optimizer.warmup_steps >= config.total_updates:
         yield (
-            f"optimizer.warmup_steps: {config.optimizer.warmup_steps}: must be less than the {updates} "
-            "optimizer updates of the run "
+            f"optimizer.warmup_steps: {config.optimizer.warmup_steps}: must be less than the "
+            f"{config.total_updates} optimizer updates of the run "
             f"(run.steps {config.run.steps} * {config.update.mini_batches_per_step} mini-batches * "
             f"{config.update.epochs_per_step} epochs)"
         )

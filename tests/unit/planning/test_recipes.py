@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config.checks import check_config
 from megagrpo.config.load import load_config
+from megagrpo.planning.checks import check_config
 
 RECIPES = [path for path in sorted(Path("configs").glob("*.yaml")) if path.name != "gpu_base.yaml"]
 EXAMPLES = sorted(Path("examples").glob("*/*.yaml"))

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megagrpo.config.engine_checks import check_engine
 from megagrpo.config.load import load_config
+from megagrpo.planning.engine_checks import check_engine
 
 MODEL = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 1024, "hidden_size": 384,

@@ -1,0 +1,45 @@
+"""How every run starts: its configuration read and checked, threads set, its parts looked up. Used by
+`megagrpo run` before the launch and by each rank after it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megagrpo.config.schema import Config
+
+
+def prepare_run(
+    config_file: str | Path, overrides: Sequence[str], num_ranks: int | None, ranks_on_host: int | None = None
+) -> tuple["Config", int]:
+    """Read and check a run, and make the settings that must be made before torch is imported.
+
+    Args:
+        config_file: YAML file of the run.
+        overrides: `section.field=value`.
+        num_ranks: ranks of the run; None: one replica, tp * pp * cp.
+        ranks_on_host: ranks that share this host's cores; None: all of them.
+
+    Returns:
+        (configuration, ranks).
+
+    Raises:
+        ConfigError: all mistakes that can be known before a model is built, one line each.
+    """
+    from megagrpo.config.load import load_config
+    from megagrpo.planning.checks import verify_config
+
+    config = load_config(config_file, list(overrides))
+    parallel = config.parallel
+    num_ranks = num_ranks or parallel.tp * parallel.pp * parallel.cp
+    verify_config(config, num_ranks)
+    from megagrpo.device.launch import set_deterministic_environment, set_thread_environment
+
+    if config.run.deterministic:
+        set_deterministic_environment()
+    set_thread_environment(ranks_on_host or num_ranks)  # ranks that are launched inherit it
+    from megagrpo.planning.components import verify_components  # the first import of torch
+
+    verify_components(config)
+    return config, num_ranks
