@@ -27,6 +27,14 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@$(PIP_INSTALL) --editable ".[test]"
 	@touch $@
 
+# Transformer Engine's Python files alone, in a folder of their own: in site-packages, without the compiled parts,
+# they break megatron.core. tests/rehearsal runs the GPU path on them.
+REHEARSAL := $(VENV)/rehearsal/transformer_engine_python
+
+$(REHEARSAL)/.installed: docker/rehearsal.txt | $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) --requirement $<
+	@touch $@
+
 $(VENV)/.installed-rewards: $(VENV)/.installed
 	@$(PIP_INSTALL) --editable ".[rewards]"
 	@touch $@
@@ -43,7 +51,15 @@ smollm2: $(VENV)/.installed $(SMOLLM2)
 	$(BIN)/megagrpo run examples/smollm2_arithmetic/smollm2_arithmetic.yaml --nproc 2
 	@echo "results: runs/smollm2_arithmetic   (summary.json, metrics.jsonl, completions/, tensorboard/, hf/)"
 
-gsm8k: $(VENV)/.installed-rewards $(SMOLLM2)
+gsm8k: # Transformer Engine's Python files alone, in a folder of their own: in site-packages, without the compiled parts,
+# they break megatron.core. tests/rehearsal runs the GPU path on them.
+REHEARSAL := $(VENV)/rehearsal/transformer_engine_python
+
+$(REHEARSAL)/.installed: docker/rehearsal.txt | $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) --requirement $<
+	@touch $@
+
+$(VENV)/.installed-rewards $(SMOLLM2)
 	$(BIN)/megagrpo run examples/gsm8k/gsm8k.yaml --nproc 2
 
 # Each rollout engine that is a server has a Python environment of its own, which engine.python finds under .engines.
@@ -70,10 +86,10 @@ engines-sglang: .engines/sglang/.installed
 test-engines: $(VENV)/.installed-test $(SMOLLM2)
 	$(BIN)/python -m pytest -m engines
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test $(REHEARSAL)/.installed
 	$(BIN)/python -m pytest
 
-test-fast: $(VENV)/.installed-test
+test-fast: $(VENV)/.installed-test $(REHEARSAL)/.installed
 	$(BIN)/python -m pytest -m "not distributed and not end_to_end and not engines"
 
 # Breaks tiny runs at many points and shows what each fault came to: make test-faults [JSON=FILE]

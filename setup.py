@@ -44,7 +44,7 @@ setup(
         "report": REPORT,
         "vllm": ["vllm>=0.32"],
         "sglang": ["sglang>=0.5.21"],
-        "te": ["transformer-engine[pytorch]>=2.0"],
+        "te": ["transformer-engine[pytorch]>=2.9,<2.12"],  # as megatron-core 0.16.1 asks
     },
     entry_points={"console_scripts": ["megagrpo=megagrpo.cli:main"]},
 )

@@ -105,6 +105,7 @@ def build_session(config: Config, device: torch.device) -> Session:
             config.update.recompute,
             moe_dispatcher=config.parallel.moe_dispatcher,
             router_aux_loss_coef=config.update.router_aux_loss_coef,
+            use_te=use_te,
             deterministic_mode=config.run.deterministic,
         )
         return load_stage_model(config.model.path, hf, transformer_config, groups, device, use_te)

@@ -7,13 +7,14 @@ Two layers, both absent where CUDA is available:
 * `region()`: a context manager around Megatron code. Redirects `device="cuda"`, `.cuda()`, `Tensor.type()`
   names and `pin_memory` to the CPU. Other libraries in the process (transformers, the engines) are untouched
   outside it. It costs about 4 us per torch call. The mode is per thread; the CPU backward runs in the calling
-  thread and is covered.
+  thread, and a backward that starts in a region is covered (`_cover_backward`).
 """
 
 import contextlib
 import functools
 import importlib.util
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 _TYPE, _CUDA, _TO = torch.Tensor.type, torch.Tensor.cuda, torch.Tensor.to
 _installed = False
+_regions = threading.local()  # .depth: regions that this thread is in
 
 
 def _is_cuda(device: object) -> bool:
@@ -36,6 +38,16 @@ def _is_cuda(device: object) -> bool:
 
 class CudaToCpu(TorchFunctionMode):
     """Sends every torch call that names a CUDA device to the CPU."""
+
+    def __enter__(self) -> "CudaToCpu":
+        """Start the region on this thread."""
+        _regions.depth = getattr(_regions, "depth", 0) + 1
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        """End the region."""
+        _regions.depth -= 1
+        super().__exit__(*exception)
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -95,6 +107,22 @@ def _stub_cuda() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.nvtx.range_push = _new_noop()
     cuda.nvtx.range_pop = _new_noop()
+
+
+def _cover_backward() -> None:
+    """Switch the mode on around autograd's engine where the backward was started inside a region.
+
+    A mode sees `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` as calls like any
+    other, and torch takes it off its stack while it handles one: without this the backward runs outside.
+    """
+    run = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(run)
+    def run_in_region(*args: Any, **kwargs: Any) -> Any:
+        with CudaToCpu() if getattr(_regions, "depth", 0) else contextlib.nullcontext():
+            return run(*args, **kwargs)
+
+    torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = run_in_region
 
 
 def _stub_triton_module() -> None:
@@ -179,6 +207,7 @@ def install() -> None:
         raise RuntimeError("megagrpo.device must be set up before megatron.core is imported")
     _installed = True
     _stub_cuda()
+    _cover_backward()
     _stub_triton_module()
     with _identity_torch_compile():
         import megatron.core

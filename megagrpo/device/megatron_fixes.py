@@ -125,20 +125,27 @@ def _fix_router_without_te() -> None:
         moe_utils.te_general_gemm = None
 
 
-def prime_torch_adamw(optimizer: Any) -> None:
-    """Give a never-stepped torch AdamW its zero state: `DistributedOptimizer.state_dict()` asserts that
-    there is one.
+def prime_optimizer(optimizer: Any) -> None:
+    """Give a never-stepped optimizer its zero state: checkpoints collect it before the first update too.
+
+    torch's AdamW, Transformer Engine's and Apex's FusedAdam all make their state in the first `step`.
+
+    Args:
+        optimizer: Megatron's, a chained one or not.
     """
     for inner in (chained.optimizer for chained in getattr(optimizer, "chained_optimizers", [optimizer])):
-        if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
-            continue
         for param in (param for group in inner.param_groups for param in group["params"]):
             if not inner.state[param]:
-                inner.state[param] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(param),
-                    "exp_avg_sq": torch.zeros_like(param),
-                }
+                _prime_parameter(inner, param)
+
+
+def _prime_parameter(inner: Any, param: torch.nn.Parameter) -> None:
+    if hasattr(inner, "initialize_state"):  # Transformer Engine: knows the types of its moments
+        inner.initialize_state(param, False)
+        return
+    inner.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+    if isinstance(inner, torch.optim.AdamW | torch.optim.Adam):  # a FusedAdam counts steps by group
+        inner.state[param]["step"] = torch.tensor(0.0)
 
 
 def check_pipeline_flags(config: Any) -> None:

@@ -107,6 +107,7 @@ def build_transformer_config(
     recompute: str = "none",
     moe_dispatcher: str = "alltoall",
     router_aux_loss_coef: float = 0.0,
+    use_te: bool = False,
     **overrides: Any,
 ) -> TransformerConfig:
     """Return Megatron's configuration of a model.
@@ -114,6 +115,10 @@ def build_transformer_config(
     `calculate_per_token_loss` makes Megatron sum losses and gradients over micro-batches and data parallel
     ranks without any
     division: every division is in our token weights.
+
+    Args:
+        use_te: the layers will be Transformer Engine's; see `fused_kernel_fields`.
+        overrides: fields of TransformerConfig that take the place of what follows from the rest.
     """
     fields: dict[str, Any] = {
         "num_layers": hf.num_layers,
@@ -142,11 +147,10 @@ def build_transformer_config(
         "calculate_per_token_loss": True,
         "use_cpu_initialization": not has_cuda(),
         "perform_initialization": False,  # every parameter is read from the HF folder or a checkpoint
-        "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
+        # Of the output layer, where it needs Apex; `fuse_weight_gradients` is for the decoder.
         "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
+        **fused_kernel_fields(use_te),
         **precision.transformer_config_fields(),
         **FAMILIES.get(hf.model_type).transformer_config_fields(hf),
     }
@@ -160,6 +164,28 @@ def build_transformer_config(
     config.moe_token_dispatcher_type = moe_dispatcher
     check_pipeline_flags(config)
     return config
+
+
+def fused_kernel_fields(use_te: bool) -> dict[str, bool]:
+    """Return the TransformerConfig fields of the kernels that come with Transformer Engine.
+
+    Rotary embeddings: without the fused kernel Megatron asks the device for the length of every packed
+    sequence, twice a layer. SwiGLU: the product is not kept for the backward.
+    """
+    return {
+        name: use_te for name in ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+    }
+
+
+def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
+    """Let the GEMMs of weight gradients in Transformer Engine's layers add to the float32 `main_grad`.
+
+    Unfused, each micro-batch's product is rounded to bfloat16 first. Not by Megatron's field, which holds for
+    the output layer too, and there needs Apex.
+    """
+    for module in decoder.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def pipeline_fields(layout: ParallelLayout, num_layers: int) -> dict[str, Any]:
@@ -211,6 +237,8 @@ def build_stage_model(
                 position_embedding_type="rope",
                 vp_stage=vp_stage,
             ).to(device)
+        if use_te:
+            fuse_weight_gradients(chunk.decoder)
         chunk.rotary_pos_emb = PositionedRotaryEmbedding(hf, device)
         chunks.append(chunk)
     if groups.is_last_stage:

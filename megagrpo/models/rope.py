@@ -56,7 +56,7 @@ class PositionedRotaryEmbedding(torch.nn.Module):
         sequence themselves.
         """
         if packed.qkv_format == "thd":
-            return torch.arange(packed.max_seqlen_q)
+            return torch.arange(packed.max_seqlen_q, device=self.inverse_frequencies.device)
         return packed.rotary_positions
 
     def forward(

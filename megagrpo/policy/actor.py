@@ -19,7 +19,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megagrpo.config.schema import OptimizerConfig
 from megagrpo.device.device import megatron_region
-from megagrpo.device.megatron_fixes import prime_torch_adamw
+from megagrpo.device.megatron_fixes import prime_optimizer
 from megagrpo.models.build import StageModel
 from megagrpo.policy.batch import MicroBatch
 from megagrpo.policy.forward import LossFunction, compute_logprobs, run_schedule
@@ -91,7 +91,7 @@ class Actor:
                 ),
                 self.chunks,
             )
-            prime_torch_adamw(self.optimizer)
+            prime_optimizer(self.optimizer)
         model.config.grad_scale_func = self.optimizer.scale_loss
         if overlap_grad_reduce:  # micro-batches before the last accumulate without reducing
             no_sync = [chunk.no_sync for chunk in self.chunks]
