@@ -10,6 +10,10 @@ class UserError(Exception):
     """
 
 
+class SharedUserError(UserError):
+    """One that all ranks find, and raise, alike: they can still save the last finished step together."""
+
+
 class ConfigError(UserError):
     """All mistakes of one configuration, one line each."""
 

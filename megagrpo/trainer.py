@@ -4,7 +4,7 @@ prompts -> rollout -> rewards -> advantages -> update -> publish -> evaluate -> 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +17,11 @@ from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
 from megagrpo.device import device as device_module
 from megagrpo.engines.base import asleep
-from megagrpo.errors import StopRequested, UserError
+from megagrpo.errors import SharedUserError, StopRequested
 from megagrpo.evaluation.evaluate import evaluate_set
 from megagrpo.models.hf_files import write_hf_folder
 from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag, destroy_groups
-from megagrpo.policy.logprob_gap import LogprobGap
+from megagrpo.policy.logprob_gap import LogprobGap, LogprobGapGate, warning_bound
 from megagrpo.policy.metrics import compute_update_metrics
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.spikes import RollBack
@@ -61,6 +61,18 @@ def run_training(config: Config, device: torch.device, supervisor: Supervisor | 
         session.close()
 
 
+def build_gate(config: Config, note: Callable[[str], None]) -> UpdateGate:
+    """Return the run's gate; `note` is told its warnings."""
+    rollout = config.rollout
+    warn_above = warning_bound(
+        rollout.logprob_gap,
+        is_float32=config.precision.recipe == "fp32" and config.engine.quantization == "none",
+        is_narrowed=rollout.top_p < 1 or rollout.top_k > 0,
+    )
+    logprob_gap = LogprobGapGate(rollout.logprob_gap, warn_above, note)
+    return UpdateGate(config.spikes, logprob_gap, config.run.max_nonfinite_steps, note)
+
+
 class Trainer:
     """The loop and its state."""
 
@@ -76,8 +88,9 @@ class Trainer:
         self.state = TrainerState()
         self.timers = PhaseTimers(on_enter=[supervisor.enter], on_leave=[supervisor.leave])
         self.recorder: Recorder | None = None
-        self.gate = UpdateGate(self.config, self._note)
-        self._is_step_untouched = True  # no update of the running step has been applied
+        self.gate = build_gate(self.config, self._note)
+        # the weights are those of the last finished step: no update has been applied since
+        self._is_step_untouched = True
         self._prompts: Sequence[Prompt] = ()  # of the running step
         supervisor.while_stopping = session.generator.give_up
         if session.recovery is not None:
@@ -99,10 +112,8 @@ class Trainer:
                 self._finish()
         except StopRequested:
             self._save_and_stop()
-        except (RolloutFailedError, PublishError):
-            # on all ranks alike, between two updates: what is trained need not be lost
-            if self.config.checkpoint.every and self.state.step:
-                self.checkpoints.save_now(self.state)
+        except (RolloutFailedError, PublishError, SharedUserError):
+            self._save_before_the_end()
             raise
 
     def _start(self) -> None:
@@ -144,7 +155,6 @@ class Trainer:
         self._prompts = rollouts.prompts
         metrics = compute_rollout_metrics(rollouts, counts, self.state.weight_version)
         self._stop_if_asked()
-        self._is_step_untouched = True
         with (
             self.timers.phase("update"),
             asleep(self.session.generator.engine, self.config.engine.sleep_while_training),
@@ -163,6 +173,7 @@ class Trainer:
         self.state.wall_seconds = self._wall_seconds()
         self.state.spikes = self.gate.spikes.state()
         self.checkpoints.capture(self.state)
+        self._is_step_untouched = True
         metrics |= (
             compute_update_metrics(result, self.session.actor.optimizer.param_groups[0]["lr"])
             | self.gate.metrics()
@@ -221,10 +232,11 @@ class Trainer:
             accepts=self.gate.accepts,
             weight_version=self.state.weight_version,
         )
-        self.state.updates += len(result.applied)
+        self._is_step_untouched = not any(update.applied for update in result.applied)
         self.state.nonfinite_in_a_row = self.gate.count_nonfinite(
             self.state.nonfinite_in_a_row, result.applied
         )
+        self.state.updates += len(result.applied)
         return result
 
     def _before_apply(
@@ -235,13 +247,22 @@ class Trainer:
         """
         if self._is_step_untouched:
             self._stop_if_asked()
-            self._is_step_untouched = False
         self.gate.before_apply(metrics, gap, rollouts)
+        self._is_step_untouched = False
 
     def _stop_if_asked(self) -> None:
         """Stop where any rank was asked to. Collective over all ranks."""
         if all_reduce_flag(self.supervisor.stop_reason is not None):
             raise StopRequested
+
+    def _save_before_the_end(self) -> None:
+        """Bring to disk what an error that all ranks met alike would otherwise lose. Collective over all
+        ranks.
+        """
+        if self.config.checkpoint.every and self.state.step and self._is_step_untouched:
+            self.checkpoints.save_now(self.state)
+        else:
+            self.checkpoints.finish()
 
     def _save_and_stop(self) -> None:
         """Save the last finished step, unless it is saved already, and say how to go on."""
@@ -275,11 +296,13 @@ class Trainer:
         if self.recorder:
             self.recorder.roll_back(self.supervisor.step, str(cause), self._prompts)
         if number > self.config.spikes.max_roll_backs:
-            raise UserError(f"{cause}; {number - 1} roll-backs were made already (spikes.max_roll_backs)")
+            raise SharedUserError(
+                f"{cause}; {number - 1} roll-backs were made already (spikes.max_roll_backs)"
+            )
         with self.timers.phase("resume"):
             restored = self.checkpoints.roll_back()
         if restored is None:
-            raise UserError(f"{cause}; there is no checkpoint to roll back to yet")
+            raise SharedUserError(f"{cause}; there is no checkpoint to roll back to yet")
         self.state = restored
         self.state.unrecorded = None  # recorded since, by the run that has resumed from there
         # a version names one set of weights, for ever

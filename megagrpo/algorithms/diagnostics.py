@@ -12,6 +12,7 @@ from megagrpo.algorithms.metrics import Metric, measure
 # staleness.
 POSITION_EDGES = (0, 64, 256, 1024, 4096, 16384)
 MAX_AGE = 3  # older tokens share one bucket
+FRESH_GAP = "rollout_gap/age_0"  # mean over the tokens that the actor's own weights sampled
 
 
 def measure_mismatch(

@@ -232,6 +232,27 @@ class WeightsConfig(Section):
     )
 
 
+class LogprobGapConfig(Section):
+    """Bounds on |engine - actor| log-probs, over a step's tokens that the actor's own weights sampled, before
+    its first update.
+
+    The largest of thousands of rounding errors grows with the run: it is what a warning looks at. A stop
+    judges the mean, or a maximum that rounding cannot reach, and saves the last finished step first.
+    """
+
+    warn_above: PositiveFloat | Literal["auto"] | None = Field(
+        "auto",
+        description="warn where the largest gap is over this; auto: 1e-3 where actor and engine are float32, "
+        "else 0.5, and none where top_p or top_k narrow the engine's log-probs; null: never",
+    )
+    stop_above_mean: PositiveFloat | None = Field(
+        None, description="end the run where the mean gap of a step is over this"
+    )
+    stop_above: PositiveFloat | None = Field(
+        None, description="end the run where the largest gap is over this; far above what rounding can give"
+    )
+
+
 class RolloutConfig(Section):
     """Sampling of the training completions."""
 
@@ -249,13 +270,7 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[int, ...] = Field(
         (), description="token ids that end a completion, beside end-of-sequence"
     )
-    max_logprob_gap: Annotated[PositiveFloat | None, FREE] = Field(
-        None,
-        description="largest |engine - actor| log-prob of a completion that the actor's own weights sampled",
-    )
-    logprob_gap_action: Annotated[Literal["stop", "warn"], FREE] = Field(
-        "stop", description="what a larger gap does"
-    )
+    logprob_gap: Annotated[LogprobGapConfig, FREE] = LogprobGapConfig()
     off_policy: Literal["synchronous", "one_step_off"] = Field(
         "synchronous",
         description="one_step_off: generate a step's completions while the step before is trained",

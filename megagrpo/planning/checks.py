@@ -146,11 +146,11 @@ def _check_sampling(config: Config, hf_config: Mapping[str, Any]) -> Iterator[st
         )
         if config.algorithm.old_logprobs == "engine":
             yield f"algorithm.old_logprobs: engine: {why}; take actor, or top_p 1 and top_k 0"
-        if rollout.max_logprob_gap is not None:
-            yield (
-                f"rollout.max_logprob_gap: {rollout.max_logprob_gap:g}: {why}; leave it out, or take "
-                "top_p 1 and top_k 0"
-            )
+        for name, bound in rollout.logprob_gap:
+            if isinstance(bound, float):
+                yield (
+                    f"rollout.logprob_gap.{name}: {bound:g}: {why}; leave it out, or take top_p 1 and top_k 0"
+                )
     vocabulary = hf_config.get("vocab_size")
     if isinstance(vocabulary, int):
         beyond = [token for token in rollout.stop_token_ids if not 0 <= token < vocabulary]

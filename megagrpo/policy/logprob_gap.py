@@ -1,18 +1,29 @@
-"""The token on which engine and actor differ most, and the gate on it.
+"""The token on which engine and actor differ most, and the gate on the gaps of a step.
 
 Only completions that the actor's own weights sampled are judged: on older ones the difference holds what the
 policy has learned since.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from megagrpo.config.schema import RolloutConfig
-from megagrpo.errors import UserError
+from megagrpo.config.schema import LogprobGapConfig
+from megagrpo.errors import SharedUserError
 from megagrpo.policy.batch import MicroBatch
 from megagrpo.rollout.rollouts import SampleKey, StepRollouts
+
+# Largest of some thousand float32 rounding errors: 3e-6 (0.3 M parameters) to 5e-5 (135 M), more for larger
+# models; another rope base gives 0.1 and more.
+WARN_ABOVE_FLOAT32 = 1e-3
+WARN_ABOVE_ROUNDED = 0.5  # bfloat16 and float8 differ by a few hundredths of a nat on most tokens
+STEPS_BETWEEN_WARNINGS = 50
+CAUSES = (
+    "likely causes: the engine serves other weights, reads another rope or norm setting, or computes in "
+    "another number format"
+)
 
 
 @dataclass(frozen=True)
@@ -93,28 +104,85 @@ def largest(gaps: Iterable[LogprobGap | None]) -> LogprobGap | None:
     )
 
 
-def check_logprob_gap(
-    gap: LogprobGap | None, rollouts: StepRollouts, config: RolloutConfig, step: int
-) -> str | None:
-    """Compare a step's largest gap with `rollout.max_logprob_gap`, before its first update. All ranks pass
-    the same.
-
-    Returns:
-        The warning where it is larger and the run goes on; None where there is nothing to say.
-
-    Raises:
-        UserError: it is larger, and `logprob_gap_action` is `stop`.
+class LogprobGapGate:
+    """Compares each step's gaps with the bounds of `rollout.logprob_gap`, before its first update. All ranks
+    pass the same numbers, so they decide alike.
     """
-    if gap is None or config.max_logprob_gap is None or gap.gap <= config.max_logprob_gap:
+
+    def __init__(self, config: LogprobGapConfig, warn_above: float | None, note: Callable[[str], None]):
+        """
+        Args:
+            warn_above: what `config.warn_above` came to; None: never.
+            note: told the warnings.
+        """
+        self._config, self._warn_above, self._note = config, warn_above, note
+        self._noted_at: int | None = None  # step of the last warning
+        self._silent = 0  # steps over the bound since then
+
+    def check(self, gap: LogprobGap | None, mean: float | None, rollouts: StepRollouts, step: int) -> None:
+        """Warn, or end the run.
+
+        Args:
+            gap: the largest one of the step; None: no token is the actor's own.
+            mean: over the same tokens.
+
+        Raises:
+            SharedUserError: a bound that ends the run is exceeded.
+        """
+        if gap is None:
+            return
+        config, place = self._config, _describe(gap, rollouts)
+        if mean is not None and _exceeds(mean, config.stop_above_mean):
+            raise SharedUserError(
+                f"step {step}: engine and actor log-probs differ by {mean:.3e} in the mean, "
+                f"rollout.logprob_gap.stop_above_mean is {config.stop_above_mean:.3e}; the largest gap is "
+                f"{gap.gap:.3e}: {place}; {CAUSES}; nothing was updated in this step"
+            )
+        if _exceeds(gap.gap, config.stop_above):
+            raise SharedUserError(
+                f"step {step}: engine and actor log-probs differ by up to {gap.gap:.3e}, "
+                f"rollout.logprob_gap.stop_above is {config.stop_above:.3e}: {place}; {CAUSES}; nothing was "
+                "updated in this step"
+            )
+        if _exceeds(gap.gap, self._warn_above):
+            self._warn(gap, mean, place, step)
+
+    def _warn(self, gap: LogprobGap, mean: float | None, place: str, step: int) -> None:
+        if self._noted_at is not None and step - self._noted_at < STEPS_BETWEEN_WARNINGS:
+            self._silent += 1
+            return
+        since = f" ({self._silent} more steps since the last warning)" if self._silent else ""
+        self._noted_at, self._silent = step, 0
+        self._note(
+            f"warning: step {step}: engine and actor log-probs differ by up to {gap.gap:.3e}, "
+            f"{math.nan if mean is None else mean:.1e} in the mean; rollout.logprob_gap.warn_above is "
+            f"{self._warn_above:.1e}{since}: {place}; {CAUSES}"
+        )
+
+
+def warning_bound(config: LogprobGapConfig, is_float32: bool, is_narrowed: bool) -> float | None:
+    """Return what `warn_above` comes to.
+
+    Args:
+        is_float32: actor and engine both compute in float32.
+        is_narrowed: top_p or top_k leave tokens out, so that the engine's log-probs are over fewer.
+    """
+    if config.warn_above != "auto":
+        return config.warn_above
+    if is_narrowed:
         return None
+    return WARN_ABOVE_FLOAT32 if is_float32 else WARN_ABOVE_ROUNDED
+
+
+def _exceeds(value: float, bound: float | None) -> bool:
+    """Say whether a value is over its bound; one that is not a number is over every bound."""
+    return bound is not None and not value <= bound
+
+
+def _describe(gap: LogprobGap, rollouts: StepRollouts) -> str:
     group, place = gap.key
-    message = (
-        f"step {step}: engine and actor log-probs differ by up to {gap.gap:.3e}, rollout.max_logprob_gap is "
-        f"{config.max_logprob_gap:.3e}: "
+    return (
         f"prompt {rollouts.prompts[group].id}, completion {place}, token {gap.position} (id {gap.token_id}): "
         f"engine {gap.rollout_logprob:.6f}, actor {gap.actor_logprob:.6f}, weight version "
         f"{rollouts.records[gap.key].weight_version}"
     )
-    if config.logprob_gap_action == "stop":
-        raise UserError(f"{message}; nothing was updated in this step")
-    return message

@@ -1,5 +1,6 @@
 """The numbers that a step's updates are reported by."""
 
+from megagrpo.algorithms.diagnostics import FRESH_GAP
 from megagrpo.policy.update import UpdateResult
 from megagrpo.telemetry import names
 
@@ -17,6 +18,8 @@ def compute_update_metrics(result: UpdateResult, lr: float) -> dict[str, float]:
         metrics["optimizer/lr"] = lr
     if result.logprob_gap:
         metrics[names.LOGPROB_GAP] = result.logprob_gap.gap
+    if FRESH_GAP in result.metrics:
+        metrics[names.MEAN_LOGPROB_GAP] = result.metrics[FRESH_GAP]
     return metrics | {
         names.LOSS if name == "loss" else f"policy/{name}": value for name, value in result.metrics.items()
     }

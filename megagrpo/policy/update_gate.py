@@ -4,10 +4,11 @@ finite, nothing spikes.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from megagrpo.config.schema import Config
-from megagrpo.errors import UserError
+from megagrpo.algorithms.diagnostics import FRESH_GAP
+from megagrpo.config.schema import SpikesConfig
+from megagrpo.errors import SharedUserError
 from megagrpo.policy.actor import AppliedUpdate
-from megagrpo.policy.logprob_gap import LogprobGap, check_logprob_gap
+from megagrpo.policy.logprob_gap import LogprobGap, LogprobGapGate
 from megagrpo.policy.spikes import RollBack, SpikeGuard
 from megagrpo.rollout.rollouts import StepRollouts
 
@@ -15,10 +16,21 @@ from megagrpo.rollout.rollouts import StepRollouts
 class UpdateGate:
     """Asked by the trainer, step by step. Its decisions are functions of numbers that all ranks hold."""
 
-    def __init__(self, config: Config, note: Callable[[str], None]):
-        """`note`: told what the user should know, on all ranks; rank 0 prints it."""
-        self.config, self._note = config, note
-        self.spikes = SpikeGuard(config.spikes)
+    def __init__(
+        self,
+        spikes: SpikesConfig,
+        logprob_gap: LogprobGapGate,
+        max_nonfinite_in_a_row: int,
+        note: Callable[[str], None],
+    ):
+        """
+        Args:
+            max_nonfinite_in_a_row: updates that are not finite, one after the other, that end the run.
+            note: told what the user should know, on all ranks; rank 0 prints it.
+        """
+        self._config, self._logprob_gap, self._note = spikes, logprob_gap, note
+        self._max_nonfinite = max_nonfinite_in_a_row
+        self.spikes = SpikeGuard(spikes)
         self._step, self._loss, self._count = 0, 0.0, 0
 
     def start_step(self, step: int) -> None:
@@ -40,12 +52,10 @@ class UpdateGate:
         engine that agrees.
 
         Raises:
-            UserError: rollout.max_logprob_gap is exceeded.
+            SharedUserError: they differ by more than rollout.logprob_gap allows.
         """
         self._loss = metrics.get("loss", 0.0)
-        warning = check_logprob_gap(gap, rollouts, self.config.rollout, self._step)
-        if warning is not None:
-            self._note(f"warning: {warning}")
+        self._logprob_gap.check(gap, metrics.get(FRESH_GAP), rollouts, self._step)
 
     def accepts(self, grad_norm: float) -> bool:
         """Say whether the update that `before_apply` saw is applied.
@@ -59,12 +69,12 @@ class UpdateGate:
         """Return how many updates in a row were not finite, after these.
 
         Raises:
-            UserError: as many as run.max_nonfinite_steps.
+            SharedUserError: as many as run.max_nonfinite_steps.
         """
         for update in updates:
             in_a_row = 0 if update.is_finite else in_a_row + 1
-            if in_a_row >= self.config.run.max_nonfinite_steps:
-                raise UserError(
+            if in_a_row >= self._max_nonfinite:
+                raise SharedUserError(
                     f"step {self._step}: {in_a_row} updates in a row had a loss or gradient that is not "
                     "finite "
                     "(run.max_nonfinite_steps); the weights are those before them"
@@ -73,7 +83,7 @@ class UpdateGate:
 
     def metrics(self) -> dict[str, float]:
         """Return the step's count of spikes, where any kind is judged."""
-        spikes = self.config.spikes
+        spikes = self._config
         is_judging = (spikes.loss_factor, spikes.grad_norm_factor, spikes.reward_fraction) != (
             None,
             None,
@@ -85,7 +95,7 @@ class UpdateGate:
         if found is None:
             return True
         self._count += 1
-        action = self.config.spikes.action
+        action = self._config.action
         if action == "roll_back":
             raise RollBack(f"step {self._step}: {found}")
         self._note(

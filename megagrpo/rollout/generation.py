@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
 from megagrpo.engines.base import Engine, EngineError
-from megagrpo.errors import RelayedError, StopRequested, UserError
+from megagrpo.errors import RelayedError, SharedUserError, StopRequested
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.rewards.pool import RewardPool
@@ -99,7 +99,7 @@ class RolloutGenerator:
         A prompt that comes twice gets the next completion indices too, so that its groups differ.
 
         Raises:
-            UserError, RolloutFailedError: it failed on some rank; raised on all of them.
+            SharedUserError, RolloutFailedError: it failed on some rank; raised on all of them.
             StopRequested: `give_up` was called on some rank; raised on all of them.
         """
         return self._gather(request, self._attempt(request, range(len(request.prompts))))
@@ -304,7 +304,7 @@ class RolloutGenerator:
         if failures:
             rank, first = next(iter(failures.items()))
             error = (
-                UserError(first.message)
+                SharedUserError(first.message)
                 if first.by_user
                 else RolloutFailedError(f"rank {rank}: {first.message}")
             )

@@ -64,7 +64,8 @@ class RolloutPipeline:
             weight_version: of the actor, which the engine serves.
 
         Raises:
-            UserError, RolloutFailedError: generating or scoring failed on some rank; raised on all ranks.
+            SharedUserError, RolloutFailedError: generating or scoring failed on some rank; raised on all
+                ranks.
         """
         rollout = self.config.rollout
         if self._pending is None:

@@ -9,6 +9,7 @@ LOGPROB_GAP = (
     # largest |engine - actor| log-prob before a step's first update, of what the actor's own weights sampled
     "rollout/max_logprob_gap"
 )
+MEAN_LOGPROB_GAP = "rollout/mean_logprob_gap"  # mean over the same tokens, of all ranks
 GENERATED_TOKENS = "rollout/generated_tokens"  # over all ranks
 SKIPPED_UPDATES = "update/skipped_nonfinite"  # updates of the step that all ranks skipped
 STEP_SECONDS = "time/step_seconds"  # wall-clock, without evaluation and checkpoint

@@ -63,7 +63,12 @@ def moe_folder(tmp_path_factory):
 def ep2_runs(run_all, moe_folder):
     """Four steps as EP2 with a checkpoint every two, and two steps of the same in bfloat16."""
     common = [f"model.path={moe_folder}", *EP2]
-    bf16 = ["run.steps=2", "precision.recipe=bf16", "rollout.max_logprob_gap=null", "checkpoint.every=0"]
+    bf16 = [
+        "run.steps=2",
+        "precision.recipe=bf16",
+        "rollout.logprob_gap.stop_above_mean=null",
+        "checkpoint.every=0",
+    ]
     return run_all(2, {"ep2": [*common, "run.steps=4"], "bf16": [*common, *bf16]})
 
 

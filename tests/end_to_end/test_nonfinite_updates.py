@@ -62,8 +62,9 @@ def test_bad_updates_in_a_row_stop_the_run(tmp_path):
         tmp_path / "run",
         "run.steps=5",
         "run.max_nonfinite_steps=2",
-        "checkpoint.every=1",
+        "checkpoint.every=50",
     )
     assert done.returncode != 0
     assert "step 2: 2 updates in a row had a loss or gradient that is not finite" in done.stdout + done.stderr
     assert "step 1/5" in done.stdout and "step 2/5" not in done.stdout
+    assert (tmp_path / "run" / "checkpoints" / "step_000001" / "manifest.json").exists()

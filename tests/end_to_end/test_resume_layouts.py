@@ -34,7 +34,7 @@ RUN = [
     "evaluation.every=6",
     "telemetry.tensorboard=false",
 ]
-BF16 = ["precision.recipe=bf16", "rollout.max_logprob_gap=null"]
+BF16 = ["precision.recipe=bf16", "rollout.logprob_gap.stop_above_mean=null"]
 LAYOUTS = {  # name -> ranks, overrides
     "tp2": (2, []),
     "pp2": (2, ["parallel.tp=1", "parallel.pp=2"]),

@@ -146,9 +146,9 @@ def test_defaults_have_no_problem(run_file):
         ),
         (
             1,
-            ["rollout.top_k=20", "rollout.max_logprob_gap=1e-4"],
-            "rollout.max_logprob_gap: 0.0001: with rollout.top_k 20 the engine's log-probs are over the "
-            "tokens it kept, "
+            ["rollout.top_k=20", "rollout.logprob_gap.stop_above_mean=1e-4"],
+            "rollout.logprob_gap.stop_above_mean: 0.0001: with rollout.top_k 20 the engine's log-probs are "
+            "over the tokens it kept, "
             "the actor's over all; leave it out, or take top_p 1 and top_k 0",
         ),
         (

@@ -1,14 +1,21 @@
 """The largest gap between engine and actor: which token it is, and what the gate makes of it."""
 
 import math
+import re
 
 import pytest
 import torch
 
 from megagrpo.config.load import load_config
-from megagrpo.errors import UserError
+from megagrpo.errors import SharedUserError
 from megagrpo.policy.batch import MicroBatch
-from megagrpo.policy.logprob_gap import LargestGap, LogprobGap, check_logprob_gap, largest
+from megagrpo.policy.logprob_gap import (
+    LargestGap,
+    LogprobGap,
+    LogprobGapGate,
+    largest,
+    warning_bound,
+)
 from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts
 from megagrpo.types import Prompt, Reward
 
@@ -78,39 +85,91 @@ def rollouts():
     return StepRollouts([Prompt(100 + number, "", (1,)) for number in range(6)], records, {}, 2)
 
 
-def rollout_config(limit, action="stop"):
-    return load_config(
+def gate_of(*bounds, is_float32=True, is_narrowed=False):
+    """A gate with `bounds` of rollout.logprob_gap, and the list that its warnings go to."""
+    config = load_config(
         "examples/quickstart/quickstart.yaml",
-        [f"rollout.max_logprob_gap={limit}", f"rollout.logprob_gap_action={action}"],
-    ).rollout
+        ["rollout.logprob_gap.stop_above_mean=null", *(f"rollout.logprob_gap.{bound}" for bound in bounds)],
+    ).rollout.logprob_gap
+    notes = []
+    return LogprobGapGate(config, warning_bound(config, is_float32, is_narrowed), notes.append), notes
 
 
-MESSAGE = (
-    r"step 7: engine and actor log-probs differ by up to 5\.000e-01, rollout\.max_logprob_gap is "
-    r"1\.000e-04: prompt 105, completion 1, "
-    r"token 4 \(id 15\): engine -5\.000000, actor -5\.500000, weight version 6"
+TOKEN = (
+    r"prompt 105, completion 1, token 4 \(id 15\): engine -5\.000000, actor -5\.500000, weight version 6; "
+    r"likely causes: .*rope"
 )
+GAP = LogprobGap((5, 1), 4, 15, -5.0, -5.5)
 
 
-def test_a_larger_gap_stops_the_run_and_names_the_token(rollouts):
-    gap = LogprobGap((5, 1), 4, 15, -5.0, -5.5)
-    with pytest.raises(UserError, match=f"^{MESSAGE}; nothing was updated in this step$"):
-        check_logprob_gap(gap, rollouts, rollout_config(1e-4), step=7)
+def test_a_gap_beyond_the_wide_maximum_ends_the_run_and_names_the_token(rollouts):
+    gate, _ = gate_of("stop_above=0.1")
+    with pytest.raises(
+        SharedUserError,
+        match=r"^step 7: engine and actor log-probs differ by up to 5\.000e-01, "
+        rf"rollout\.logprob_gap\.stop_above is 1\.000e-01: {TOKEN}.*; nothing was updated in this step$",
+    ):
+        gate.check(GAP, 1e-6, rollouts, step=7)
 
 
-def test_a_larger_gap_warns_where_that_is_asked_for(rollouts):
-    gap = LogprobGap((5, 1), 4, 15, -5.0, -5.5)
-    warning = check_logprob_gap(gap, rollouts, rollout_config(1e-4, "warn"), step=7)
-    assert warning.startswith("step 7: ") and warning.endswith("weight version 6")
+def test_a_mean_gap_beyond_its_bound_ends_the_run_and_names_the_largest(rollouts):
+    gate, _ = gate_of("stop_above_mean=1e-5")
+    with pytest.raises(
+        SharedUserError,
+        match=r"^step 7: engine and actor log-probs differ by 2\.000e-05 in the mean, "
+        rf"rollout\.logprob_gap\.stop_above_mean is 1\.000e-05; the largest gap is 5\.000e-01: {TOKEN}",
+    ):
+        gate.check(GAP, 2e-5, rollouts, step=7)
 
 
-def test_a_gap_within_the_limit_says_nothing(rollouts):
-    gap = LogprobGap((5, 1), 4, 15, -5.0, -5.5)
-    assert check_logprob_gap(gap, rollouts, rollout_config(0.5), step=7) is None
-    assert check_logprob_gap(gap, rollouts, rollout_config("null"), step=7) is None
-    assert check_logprob_gap(None, rollouts, rollout_config(1e-4), step=7) is None
+def test_one_large_gap_among_rounding_errors_only_warns(rollouts):
+    """The mean is within its bound: a run does not end because one token of thousands is far off."""
+    gate, notes = gate_of("stop_above_mean=1e-5")
+    gate.check(GAP, 1e-6, rollouts, step=7)
+    assert len(notes) == 1
+    assert re.match(
+        r"warning: step 7: engine and actor log-probs differ by up to 5\.000e-01, 1\.0e-06 in the mean; "
+        rf"rollout\.logprob_gap\.warn_above is 1\.0e-03: {TOKEN}",
+        notes[0],
+    )
 
 
-def test_a_gap_that_is_no_number_stops_the_run(rollouts):
-    with pytest.raises(UserError, match="differ by up to nan"):
-        check_logprob_gap(LogprobGap((5, 1), 4, 15, -5.0, math.nan), rollouts, rollout_config(1e-4), step=7)
+def test_warnings_are_at_most_one_in_fifty_steps_and_count_the_others(rollouts):
+    gate, notes = gate_of()
+    for step in range(1, 60):
+        gate.check(GAP, 1e-6, rollouts, step)
+    assert [note.split(":")[1] for note in notes] == [" step 1", " step 51"]
+    assert "49 more steps since the last warning" in notes[1]
+
+
+def test_the_default_warns_by_precision_and_never_where_the_engine_narrows(rollouts):
+    rounding, halves = LogprobGap((5, 1), 4, 15, -1.775, -1.775052), LogprobGap((5, 1), 4, 15, -5.0, -5.3)
+    for gap, is_float32, is_narrowed, warns in (
+        (rounding, True, False, 0),  # of SmolLM2-135M in float32
+        (halves, True, False, 1),
+        (halves, False, False, 0),
+        (LogprobGap((5, 1), 4, 15, -5.0, -5.6), False, False, 1),
+        (GAP, True, True, 0),
+    ):
+        gate, notes = gate_of(is_float32=is_float32, is_narrowed=is_narrowed)
+        gate.check(gap, 1e-6, rollouts, step=1)
+        assert len(notes) == warns
+
+
+def test_a_gap_within_the_bounds_says_nothing(rollouts):
+    gate, notes = gate_of("warn_above=0.5", "stop_above=0.5", "stop_above_mean=1e-5")
+    gate.check(GAP, 1e-5, rollouts, step=7)
+    gate.check(None, None, rollouts, step=8)
+    gate, notes = gate_of("warn_above=null")
+    gate.check(GAP, 1.0, rollouts, step=7)
+    assert notes == []
+
+
+def test_a_gap_that_is_no_number_is_over_every_bound(rollouts):
+    gap = LogprobGap((5, 1), 4, 15, -5.0, math.nan)
+    gate, _ = gate_of("stop_above=0.1")
+    with pytest.raises(SharedUserError, match="differ by up to nan"):
+        gate.check(gap, math.nan, rollouts, step=7)
+    gate, _ = gate_of("stop_above_mean=0.1")
+    with pytest.raises(SharedUserError, match="differ by nan in the mean"):
+        gate.check(gap, math.nan, rollouts, step=7)

@@ -3,7 +3,7 @@
 import pytest
 
 from megagrpo.engines.base import EngineError, EngineHealth
-from megagrpo.errors import UserError
+from megagrpo.errors import SharedUserError, UserError
 from megagrpo.rollout.generation import RolloutFailedError, RolloutGenerator, RolloutRequest
 from megagrpo.rollout.replica_states import EngineFailure, ReplicaStates
 from megagrpo.types import Prompt, SamplingParams
@@ -117,9 +117,9 @@ def test_a_users_mistake_is_told_as_one_by_every_rank(ranks, build):
 
     generators[1].engine.before = refuse
     errors = ranks.run(lambda rank: generators[rank].generate(request()))
-    assert [type(error) for error in errors] == [UserError] * RANKS and {str(error) for error in errors} == {
-        "prompt 3: has no tokens"
-    }
+    assert [type(error) for error in errors] == [SharedUserError] * RANKS and {
+        str(error) for error in errors
+    } == {"prompt 3: has no tokens"}
 
 
 def test_a_replica_that_fails_three_times_in_a_row_is_lost():

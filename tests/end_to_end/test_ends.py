@@ -1,0 +1,57 @@
+"""An end that all ranks meet alike loses nothing that is trained: the last finished step is saved first."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from small_runs import QUICKSTART, SMALL
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def run_alone(tmp_path):
+    """A function: overrides -> (exit code, output) of one rank's run in `tmp_path`/run."""
+
+    def run(*overrides: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "megagrpo.train", QUICKSTART, *SMALL, "parallel.tp=1"]
+        command += [f"run.dir={tmp_path / 'run'}", *overrides]
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def saved_steps(folder):
+    """Return the steps of complete checkpoints, and of their trainer states."""
+    states = sorted(folder.glob("checkpoints/step_*/trainer_state.json"))
+    assert all((path.parent / "manifest.json").exists() for path in states)
+    return [json.loads(path.read_text())["step"] for path in states]
+
+
+def test_a_reward_that_raises_in_step_three_leaves_step_two_saved(run_alone, tmp_path):
+    """The evaluation before the first step scores 32 * 4 + 32 completions, each step 32."""
+    (tmp_path / "user.py").write_text(
+        "scored = 0\n"
+        "def reward(prompts, completions):\n"
+        "    global scored\n"
+        "    scored += len(completions)\n"
+        "    if scored > 160 + 2 * 32: raise RuntimeError('out of answers')\n"
+        "    return [float(index % 2) for index in range(len(completions))]\n"
+    )
+    code, output = run_alone(
+        f"rewards.functions.0.name={tmp_path / 'user.py'}:reward", "run.steps=9", "checkpoint.every=50"
+    )
+    assert code == 2 and "out of answers" in output
+    assert saved_steps(tmp_path / "run") == [2]
+
+
+def test_a_gap_that_ends_the_run_changes_no_checkpoint(run_alone, tmp_path):
+    code, output = run_alone("run.steps=2", "checkpoint.every=1", "run.export_hf=false")
+    assert code == 0, output
+    code, output = run_alone("run.steps=3", "checkpoint.every=50", "rollout.logprob_gap.stop_above=1e-12")
+    assert code == 2 and "step 3: engine and actor log-probs differ by up to" in output
+    assert saved_steps(tmp_path / "run") == [1, 2]
