@@ -17,11 +17,12 @@ from megagrpo.engines.replicas import build_rollout_engine, owner_of_replica, re
 from megagrpo.engines.server.engine import RemoteEngine
 from megagrpo.errors import UserError
 from megagrpo.fleet.recovery import RecoveringPublisher, ReplicaRecovery
-from megagrpo.models.build import StageModel, build_transformer_config, load_stage_model
 from megagrpo.models.family import read_hf_config
 from megagrpo.models.hf_files import check_no_unknown_tensors
 from megagrpo.models.precision import build_precision
 from megagrpo.models.spec import uses_transformer_engine
+from megagrpo.models.stage import StageModel, load_stage_model
+from megagrpo.models.transformer_config import build_transformer_config
 from megagrpo.parallel.alignment import sequence_alignment, token_alignment
 from megagrpo.parallel.groups import ParallelGroups, build_groups
 from megagrpo.parallel.layout import ParallelLayout, build_layout
@@ -37,7 +38,7 @@ from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenizer
 from megagrpo.supervision.run_lock import RunLock, hold_run_folder
 from megagrpo.types import Prompt
-from megagrpo.weights.build import build_publisher
+from megagrpo.weights.from_config import build_publisher
 from megagrpo.weights.publisher import Publisher
 
 

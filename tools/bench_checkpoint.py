@@ -74,9 +74,10 @@ class Rank:
 
         from megagrpo.checkpoint.shards import ShardCollector
         from megagrpo.config.schema import OptimizerConfig
-        from megagrpo.models.build import build_stage_model, build_transformer_config
         from megagrpo.models.family import read_hf_config
         from megagrpo.models.precision import build_precision
+        from megagrpo.models.stage import build_stage_model
+        from megagrpo.models.transformer_config import build_transformer_config
         from megagrpo.parallel.groups import all_gather_metadata, build_groups, destroy_groups
         from megagrpo.parallel.layout import ParallelLayout
         from megagrpo.policy.actor import Actor

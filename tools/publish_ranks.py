@@ -21,16 +21,17 @@ DEVICE = device_module.setup()
 
 import torch  # noqa: E402
 
-from megagrpo.models.build import build_transformer_config, load_stage_model  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
+from megagrpo.models.stage import load_stage_model  # noqa: E402
+from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from megagrpo.parallel.groups import all_gather_metadata, build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
-from megagrpo.weights.build import build_transport  # noqa: E402
 from megagrpo.weights.export import WeightExporter  # noqa: E402
+from megagrpo.weights.from_config import build_transport  # noqa: E402
+from megagrpo.weights.plan.targets import EngineGrid  # noqa: E402
 from megagrpo.weights.publisher import agree  # noqa: E402
-from megagrpo.weights.remote import RemotePublisher  # noqa: E402
-from megagrpo.weights.targets import EngineGrid  # noqa: E402
+from megagrpo.weights.remote_publisher import RemotePublisher  # noqa: E402
 from megagrpo.weights.transports.disk import lay_out_safetensors  # noqa: E402
 from megagrpo.wire.manifest import (  # noqa: E402
     BucketManifest,

@@ -14,10 +14,10 @@ from math import prod
 import numpy as np
 
 from megagrpo.parallel.layout import ParallelLayout
-from megagrpo.weights.boxes import origin, sizes
-from megagrpo.weights.plan import PublishPlan
-from megagrpo.weights.sources import SourceTensor, build_sources, holders_of
-from megagrpo.weights.targets import EngineGrid
+from megagrpo.weights.plan.boxes import origin, sizes
+from megagrpo.weights.plan.publish_plan import PublishPlan
+from megagrpo.weights.plan.sources import SourceTensor, build_sources, holders_of
+from megagrpo.weights.plan.targets import EngineGrid
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,10 @@ def convert_megatron_to_hf(source: str | Path, target: str | Path, tp: int = 1, 
 def _load(source: Path, tp: int, pp: int):
     device = device_module.setup()
     from megagrpo.config.model_folder import hf_folder_of
-    from megagrpo.models.build import build_transformer_config, load_stage_model
     from megagrpo.models.family import read_hf_config
     from megagrpo.models.precision import build_precision
+    from megagrpo.models.stage import load_stage_model
+    from megagrpo.models.transformer_config import build_transformer_config
     from megagrpo.parallel.groups import build_groups
     from megagrpo.parallel.layout import ParallelLayout
 

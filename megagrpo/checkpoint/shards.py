@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megagrpo.checkpoint.optimizer_state import OwnedOptimizerState
 from megagrpo.checkpoint.staging import Staging
 from megagrpo.device.device import megatron_region
-from megagrpo.models.build import StageModel
+from megagrpo.models.stage import StageModel
 from megagrpo.policy.actor import Actor
 
 # The one optimizer sharding that reads back in another layout (0.16.1's default raises,

@@ -15,7 +15,7 @@ from megagrpo.models.fused_experts import FusedExpertSlice, fused_name, single_n
 from megagrpo.models.rules import Dimensions, ParameterRule, merge
 
 if TYPE_CHECKING:
-    from megagrpo.models.build import StageModel
+    from megagrpo.models.stage import StageModel
 
 MAX_SHARD_BYTES = 5 * 2**30  # size of one safetensors file of an export, as on the Hugging Face hub
 TOKENIZER_PATTERNS = (

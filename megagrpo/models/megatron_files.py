@@ -17,7 +17,7 @@ from megagrpo.errors import UserError
 from megagrpo.models.hf_files import TOKENIZER_PATTERNS
 
 if TYPE_CHECKING:
-    from megagrpo.models.build import StageModel
+    from megagrpo.models.stage import StageModel
 
 
 def copy_hf_files(source: Path, target: Path) -> None:

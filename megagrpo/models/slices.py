@@ -4,7 +4,7 @@ from collections.abc import KeysView
 
 import torch
 
-from megagrpo.models.build import StageModel
+from megagrpo.models.stage import StageModel
 from megagrpo.models.rules import ParameterRule, split
 
 

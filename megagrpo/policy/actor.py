@@ -20,7 +20,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megagrpo.config.schema import OptimizerConfig
 from megagrpo.device.device import megatron_region
 from megagrpo.device.megatron_fixes import prime_optimizer
-from megagrpo.models.build import StageModel
+from megagrpo.models.stage import StageModel
 from megagrpo.policy.batch import MicroBatch
 from megagrpo.policy.forward import LossFunction, compute_logprobs, run_schedule
 

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from megagrpo.device.device import megatron_region
-from megagrpo.models.build import StageModel
+from megagrpo.models.stage import StageModel
 from megagrpo.ops.logprobs import LinearLogprobs, linear_logprobs
 from megagrpo.policy.batch import MicroBatch
 

@@ -12,7 +12,7 @@ from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.algorithms.diagnostics import measure_mismatch
 from megagrpo.algorithms.losses import LossInputs
 from megagrpo.algorithms.metrics import Metric, merge_metrics
-from megagrpo.models.build import StageModel
+from megagrpo.models.stage import StageModel
 from megagrpo.ops.exact_kl import linear_exact_kl
 from megagrpo.ops.token_loss import fits_one_chunk, linear_token_loss
 from megagrpo.parallel.token_shard import sum_sequences

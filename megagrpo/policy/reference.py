@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megagrpo.models.build import StageModel
+from megagrpo.models.stage import StageModel
 from megagrpo.policy.batch import MicroBatch
 from megagrpo.policy.forward import compute_logprobs, loss_rows, run_schedule
 

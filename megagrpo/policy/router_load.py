@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from megagrpo.models.build import StageModel
 from megagrpo.models.experts import SequenceRouter
+from megagrpo.models.stage import StageModel
 
 
 class RouterLoads:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megagrpo.models.build import StageModel
 from megagrpo.models.slices import HFSlices
+from megagrpo.models.stage import StageModel
 
 BUCKET_BYTES = 64 * 2**20
 

@@ -21,7 +21,7 @@ from math import prod
 import numpy as np
 import torch
 
-from megagrpo.weights.boxes import Box, sizes
+from megagrpo.weights.plan.boxes import Box, sizes
 
 _ALL_ONES = 0xFFFFFFFF  # zlib begins with it and inverts the result; what is linear does neither
 _TABLES = 4  # bytes of the register

@@ -16,7 +16,7 @@ from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.errors import UserError
 from megagrpo.models.quantization import is_quantized, scale_name
-from megagrpo.weights.block_fp8 import accumulate_amax, compute_scales, quantize_slice
+from megagrpo.weights.read.block_fp8 import accumulate_amax, compute_scales, quantize_slice
 from megagrpo.wire.manifest import checksum_of
 
 # The smallest that has whole blocks of 128 rows in every projection.

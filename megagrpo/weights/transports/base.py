@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from megagrpo.weights.boxes import Box, slices
 from megagrpo.weights.bucket_engine import BucketEngine
-from megagrpo.weights.bucket_layout import BucketLayout, PlacedTensor
-from megagrpo.weights.plan import PublishPlan, Transfer
-from megagrpo.weights.reader import SliceReader
-from megagrpo.weights.sources import SourceTensor
-from megagrpo.weights.targets import TargetTensor
+from megagrpo.weights.plan.boxes import Box, slices
+from megagrpo.weights.plan.bucket_layout import BucketLayout, PlacedTensor
+from megagrpo.weights.plan.publish_plan import PublishPlan, Transfer
+from megagrpo.weights.plan.sources import SourceTensor
+from megagrpo.weights.plan.targets import TargetTensor
+from megagrpo.weights.read.slice_reader import SliceReader
 from megagrpo.wire.manifest import BucketManifest, TensorEntry, checksum_of
 
 SLOTS = 2

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from megagrpo.weights.boxes import sizes
-from megagrpo.weights.plan import Transfer
+from megagrpo.weights.plan.boxes import sizes
+from megagrpo.weights.plan.publish_plan import Transfer
 from megagrpo.weights.transports.base import SLOTS, Run, Transport
 
 _MESSAGE_ALIGNMENT = 16  # bytes

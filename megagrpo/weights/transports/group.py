@@ -27,13 +27,13 @@ from urllib.parse import urlsplit
 import torch
 from torch import distributed as dist
 
-from megagrpo.weights.boxes import Box
 from megagrpo.weights.bucket_engine import BucketEngine
-from megagrpo.weights.bucket_layout import BucketLayout
 from megagrpo.weights.partial_checksums import combine_shares, compute_share
-from megagrpo.weights.plan import Transfer
+from megagrpo.weights.plan.boxes import Box
+from megagrpo.weights.plan.bucket_layout import BucketLayout
+from megagrpo.weights.plan.publish_plan import Transfer
 from megagrpo.weights.publisher import agree
-from megagrpo.weights.reader import SliceReader
+from megagrpo.weights.read.slice_reader import SliceReader
 from megagrpo.weights.transports.base import SLOTS, Run, Transport, TransportContext
 from megagrpo.wire.manifest import BucketManifest
 from megagrpo.wire.transfer_group import (

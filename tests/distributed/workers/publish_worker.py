@@ -26,9 +26,10 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megagrpo.config.schema import OptimizerConfig, ParallelConfig  # noqa: E402
-from megagrpo.models.build import build_transformer_config, load_stage_model  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
+from megagrpo.models.stage import load_stage_model  # noqa: E402
+from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from megagrpo.parallel.alignment import token_alignment  # noqa: E402
 from megagrpo.parallel.groups import build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
@@ -36,9 +37,9 @@ from megagrpo.policy.actor import Actor  # noqa: E402
 from megagrpo.policy.batch import MicroBatchBuilder  # noqa: E402
 from megagrpo.policy.microbatches import PackingRules  # noqa: E402
 from megagrpo.types import Completion  # noqa: E402
+from megagrpo.weights.plan.targets import EngineGrid  # noqa: E402
 from megagrpo.weights.probe import LogprobProbe  # noqa: E402
 from megagrpo.weights.publisher import PublishError  # noqa: E402
-from megagrpo.weights.targets import EngineGrid  # noqa: E402
 
 
 def check_model(folder: Path, layout: str, groups, scratch: Path) -> None:

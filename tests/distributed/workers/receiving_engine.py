@@ -11,12 +11,12 @@ import torch
 from torch import distributed as dist
 
 from megagrpo.engines.base import EngineError
-from megagrpo.models.build import StageModel
-from megagrpo.weights.build import build_transport
+from megagrpo.models.stage import StageModel
 from megagrpo.weights.export import WeightExporter
+from megagrpo.weights.from_config import build_transport
+from megagrpo.weights.plan.targets import EngineGrid
 from megagrpo.weights.publisher import PublishError
-from megagrpo.weights.remote import RemotePublisher
-from megagrpo.weights.targets import EngineGrid
+from megagrpo.weights.remote_publisher import RemotePublisher
 from megagrpo.wire.held_version import HeldVersion
 from megagrpo.wire.manifest import build_ack, open_tensors
 from megagrpo.wire.transfer_group import TransferGroup

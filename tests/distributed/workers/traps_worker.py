@@ -21,7 +21,7 @@ from reported_cases import reported_case
 
 from megagrpo.device.device import megatron_region
 from megagrpo.models import build
-from megagrpo.models.build import build_transformer_config
+from megagrpo.models.transformer_config import build_transformer_config
 from megagrpo.parallel.groups import build_groups, destroy_groups
 from megagrpo.parallel.layout import ParallelLayout
 from megagrpo.policy.actor import Actor
@@ -62,20 +62,20 @@ def averaging(*args, **options):
 REMOVED = {
     "interleaving on two stages with batched p2p is refused": (
         "pp2vpp2:equal",
-        {"megagrpo.models.build.pipeline_fields": batched_p2p},
+        {"megagrpo.models.transformer_config.pipeline_fields": batched_p2p},
         "mixes directions",
     ),
     "interleaving on two stages with batched p2p": (
         "pp2vpp2:equal",
         {
-            "megagrpo.models.build.pipeline_fields": batched_p2p,
-            "megagrpo.models.build.check_pipeline_flags": nothing,
+            "megagrpo.models.transformer_config.pipeline_fields": batched_p2p,
+            "megagrpo.models.transformer_config.check_pipeline_flags": nothing,
         },
         "loss",
     ),
     "no tensor parallel marks": (
         "tp2:tiny",
-        {"megagrpo.models.build.mark_split_parameters": nothing},
+        {"megagrpo.models.stage.mark_split_parameters": nothing},
         "norm",
     ),
     "Megatron's own division": (
@@ -97,7 +97,7 @@ MAPPINGS = "megatron.core.tensor_parallel.mappings"
 REMOVED_FROM_EXPERTS = {
     "experts summed over the group of the other parameters": (
         "tp2spetp1:packed",
-        {"megagrpo.models.build.mark_split_parameters": mark_all_alike},
+        {"megagrpo.models.stage.mark_split_parameters": mark_all_alike},
         "norm",
     ),
     "split sizes as a tensor": (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.weights.block_fp8 import accumulate_amax, compute_scales, quantize_slice
+from megagrpo.weights.read.block_fp8 import accumulate_amax, compute_scales, quantize_slice
 
 # Every e4m3fn number that is not NaN: sign, 4 exponent bits of bias 7, 3 mantissa bits (OCP 8-bit floating
 # point specification, table 2).

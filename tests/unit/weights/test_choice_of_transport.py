@@ -3,8 +3,8 @@
 import pytest
 
 from megagrpo.errors import UserError
-from megagrpo.weights import build
-from megagrpo.weights.build import choose_transport, is_own_address
+from megagrpo.weights import from_config
+from megagrpo.weights.from_config import choose_transport, is_own_address
 
 ALL = ("shared_memory", "group", "disk")
 HERE, ELSEWHERE = "127.0.0.1", "198.51.100.7"  # TEST-NET-2 of RFC 5737: not an address of a machine
@@ -13,7 +13,7 @@ HERE, ELSEWHERE = "127.0.0.1", "198.51.100.7"  # TEST-NET-2 of RFC 5737: not an 
 def choose(monkeypatch, wanted, places, offered=ALL):
     """The choice of the first of several ranks; `places`: (host, engine's host) of each."""
     rows = [(host, engine, is_own_address(engine)) for host, engine in places]
-    monkeypatch.setattr(build, "all_gather_metadata", lambda value: rows)
+    monkeypatch.setattr(from_config, "all_gather_metadata", lambda value: rows)
     return choose_transport(wanted, offered, places[0][1])
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from megagrpo.weights.boxes import slices
 from megagrpo.weights.partial_checksums import combine_shares, compute_share
+from megagrpo.weights.plan.boxes import slices
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
 

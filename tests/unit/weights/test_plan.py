@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from labelled_models import MODELS, deeper, held_by, hf_tensors, kept_by, parameter_rules
 
 from megagrpo.parallel.layout import ParallelLayout
-from megagrpo.weights.boxes import cut, intersect, numel, shift, slices, whole
-from megagrpo.weights.plan import PublishPlan
-from megagrpo.weights.sources import build_sources
-from megagrpo.weights.targets import EngineGrid
+from megagrpo.weights.plan.boxes import cut, intersect, numel, shift, slices, whole
+from megagrpo.weights.plan.publish_plan import PublishPlan
+from megagrpo.weights.plan.sources import build_sources
+from megagrpo.weights.plan.targets import EngineGrid
 
 PADDED = {1: 112, 2: 112, 4: 112, 8: 112}  # of 101 rows: the next multiple of 16 and tp
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megagrpo.weights.export import ExportStats
-from megagrpo.weights.transports.local import LocalPublisher
+from megagrpo.weights.local_publisher import LocalPublisher
 
 
 class Exporter:

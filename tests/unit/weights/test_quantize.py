@@ -7,11 +7,11 @@ from labelled_models import MODELS, parameter_rules
 
 from megagrpo.models.quantization import quantization_config, with_scales
 from megagrpo.parallel.layout import ParallelLayout
-from megagrpo.weights.boxes import numel
-from megagrpo.weights.plan import PublishPlan
-from megagrpo.weights.quantize import quantize_sources
-from megagrpo.weights.sources import build_sources
-from megagrpo.weights.targets import EngineGrid
+from megagrpo.weights.plan.boxes import numel
+from megagrpo.weights.plan.publish_plan import PublishPlan
+from megagrpo.weights.plan.sources import build_sources
+from megagrpo.weights.plan.targets import EngineGrid
+from megagrpo.weights.read.block_fp8 import quantize_sources
 
 
 @pytest.mark.parametrize("family", MODELS)

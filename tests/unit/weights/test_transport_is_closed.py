@@ -5,7 +5,7 @@ place.
 from types import SimpleNamespace
 
 from megagrpo.weights.publisher import PublishStats
-from megagrpo.weights.remote import RemotePublisher
+from megagrpo.weights.remote_publisher import RemotePublisher
 
 
 class Transport:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from megagrpo.weights.boxes import Box, sizes, whole
-from megagrpo.weights.sources import SourceTensor
+from megagrpo.weights.plan.boxes import Box, sizes, whole
+from megagrpo.weights.plan.sources import SourceTensor
 
 Layout = Literal["full", "sharded"]
 VOCAB_PADDING = 64  # vLLM and SGLang pad the vocabulary to a multiple of this (and of tp)

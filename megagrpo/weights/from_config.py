@@ -15,26 +15,26 @@ from megagrpo.engines.base import Engine
 from megagrpo.engines.replicas import owner_of_replica, replica_of_rank
 from megagrpo.engines.server.engine import RemoteEngine
 from megagrpo.errors import UserError
-from megagrpo.models.build import StageModel
+from megagrpo.models.stage import StageModel
 from megagrpo.parallel.groups import all_gather_metadata
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder
 from megagrpo.weights.export import WeightExporter
-from megagrpo.weights.plan import PublishPlan
+from megagrpo.weights.local_publisher import LocalPublisher
+from megagrpo.weights.plan.publish_plan import PublishPlan
+from megagrpo.weights.plan.sources import build_sources
+from megagrpo.weights.plan.targets import EngineGrid
 from megagrpo.weights.probe import LogprobProbe
 from megagrpo.weights.publisher import Publisher
-from megagrpo.weights.quantize import quantize_sources
-from megagrpo.weights.quantized_reader import QuantizingReader
-from megagrpo.weights.reader import SliceReader
-from megagrpo.weights.remote import RemotePublisher
-from megagrpo.weights.sources import build_sources
-from megagrpo.weights.targets import EngineGrid
+from megagrpo.weights.read.block_fp8 import quantize_sources
+from megagrpo.weights.read.quantizing_reader import QuantizingReader
+from megagrpo.weights.read.slice_reader import SliceReader
+from megagrpo.weights.remote_publisher import RemotePublisher
 from megagrpo.weights.transports.base import SLOTS, Transport, TransportContext
 from megagrpo.weights.transports.delta import DeltaTransport
 from megagrpo.weights.transports.disk import DiskTransport
 from megagrpo.weights.transports.group import GroupTransport
 from megagrpo.weights.transports.ipc import IpcTransport
-from megagrpo.weights.transports.local import LocalPublisher
 from megagrpo.weights.transports.shared_memory import SharedMemoryTransport
 
 TRANSPORTS: dict[str, type[Transport]] = {

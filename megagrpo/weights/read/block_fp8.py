@@ -1,18 +1,51 @@
-"""Blockwise float8 of a box of a tensor, given nothing but the box: blocks are those of the whole tensor.
+"""Blockwise float8 of the weights on their way: which tensors travel so, and the arithmetic of a slice.
 
-Row bands of a block's height are worked on one by one: what is needed beside the result is one band in
-float32.
+    scale_b = max(amax_b, 1e-4) / 448,   q = float8_e4m3fn(w * (1 / scale_b))
+
+of a block b of 128 x 128 of the whole HF tensor (DeepGEMM's `per_block_cast_to_fp8`, which vLLM uses too; 448
+is the largest e4m3fn number). A block may lie on several ranks. Only its maximum has to be known on
+all of them: tensor parallel ranks reduce their maxima of a bucket (1 float32 for 16,384 elements), then each
+quantises the slices that it sends. The bytes that travel are float8, and the same for every layout of the
+trainer.
+
+A slice is worked on in row bands of a block's height: beside the result it needs one band in float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from megagrpo.config.schema import FP8_BLOCK
-from megagrpo.weights.boxes import Box
+from megagrpo.models.quantization import is_quantized, scale_name, scale_shape
+from megagrpo.weights.plan.boxes import Box
+from megagrpo.weights.plan.sources import SourceTensor
 
+FP8_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "float32"
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 SMALLEST_AMAX = 1e-4  # of a block, so that a block of zeros has a scale
+
+
+def quantize_sources(sources: Sequence[SourceTensor]) -> Iterator[SourceTensor]:
+    """Yield the tensors of the quantised checkpoint: float8 weights, each followed by its scales, and all
+    others.
+
+    Scales are known to all ranks that hold a slice of their weight.
+    """
+    for source in sources:
+        if not is_quantized(source.name):
+            yield source
+            continue
+        yield replace(source, dtype=FP8_DTYPE)
+        yield replace(
+            source,
+            name=scale_name(source.name),
+            kind="replicated",
+            shape=scale_shape(source.shape),
+            split=None,
+            split_size=0,
+            dtype=SCALE_DTYPE,
+        )
 
 
 def accumulate_amax(tensor: torch.Tensor, box: Box, amax: torch.Tensor) -> None:

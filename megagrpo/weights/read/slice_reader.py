@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import torch
 
-from megagrpo.models.build import StageModel
 from megagrpo.models.slices import HFSlices
-from megagrpo.weights.boxes import Box, box_after, shift, slices
-from megagrpo.weights.plan import Bucket, PublishPlan, Transfer
-from megagrpo.weights.sources import box_held, holders_with
+from megagrpo.models.stage import StageModel
+from megagrpo.weights.plan.boxes import Box, box_after, shift, slices
+from megagrpo.weights.plan.publish_plan import Bucket, PublishPlan, Transfer
+from megagrpo.weights.plan.sources import box_held, holders_with
 
 
 class SliceReader:

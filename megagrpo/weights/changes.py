@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megagrpo.weights.boxes import Box, sizes
-from megagrpo.weights.plan import Transfer
+from megagrpo.weights.plan.boxes import Box, sizes
+from megagrpo.weights.plan.publish_plan import Transfer
 from megagrpo.wire.manifest import Patch
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from math import prod
 
-from megagrpo.weights.boxes import sizes
-from megagrpo.weights.plan import Bucket, PublishPlan
-from megagrpo.weights.targets import TargetTensor
+from megagrpo.weights.plan.boxes import sizes
+from megagrpo.weights.plan.publish_plan import Bucket, PublishPlan
+from megagrpo.weights.plan.targets import TargetTensor
 
 ALIGNMENT = 64  # bytes: whole cache lines, and any dtype
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megagrpo.parallel.layout import ParallelLayout
-from megagrpo.weights.boxes import Box, cut, intersect, numel, origin, shift
-from megagrpo.weights.sources import Holders, SourceTensor, box_held, holders_of, holders_with
-from megagrpo.weights.targets import EngineGrid, TargetTensor, build_targets
+from megagrpo.weights.plan.boxes import Box, cut, intersect, numel, origin, shift
+from megagrpo.weights.plan.sources import Holders, SourceTensor, box_held, holders_of, holders_with
+from megagrpo.weights.plan.targets import EngineGrid, TargetTensor, build_targets
 
 # bytes of an element, of tensors that have a dtype of their own
 ITEMSIZES = {"float8_e4m3fn": 1, "float32": 4}

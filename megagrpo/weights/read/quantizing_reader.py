@@ -6,14 +6,19 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from megagrpo.models.build import StageModel
 from megagrpo.models.quantization import scale_name, scale_shape
-from megagrpo.weights.block_fp8 import accumulate_amax, compute_scales, quantize_slice
-from megagrpo.weights.boxes import Box, box_after, slices
-from megagrpo.weights.plan import Bucket, PublishPlan, Transfer
-from megagrpo.weights.quantize import FP8_DTYPE, SCALE_DTYPE
-from megagrpo.weights.reader import SliceReader
-from megagrpo.weights.sources import SourceTensor, box_held, holders_with
+from megagrpo.models.stage import StageModel
+from megagrpo.weights.plan.boxes import Box, box_after, slices
+from megagrpo.weights.plan.publish_plan import Bucket, PublishPlan, Transfer
+from megagrpo.weights.plan.sources import SourceTensor, box_held, holders_with
+from megagrpo.weights.read.block_fp8 import (
+    FP8_DTYPE,
+    SCALE_DTYPE,
+    accumulate_amax,
+    compute_scales,
+    quantize_slice,
+)
+from megagrpo.weights.read.slice_reader import SliceReader
 
 
 class QuantizingReader(SliceReader):

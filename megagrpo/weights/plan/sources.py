@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.parallel.layout import ParallelLayout
-from megagrpo.weights.boxes import Box, whole
+from megagrpo.weights.plan.boxes import Box, whole
 
 if TYPE_CHECKING:
     from megagrpo.models.family import HFConfig

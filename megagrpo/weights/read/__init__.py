@@ -1,0 +1,1 @@
+"""Reads the slices that a rank sends from its live weights."""
