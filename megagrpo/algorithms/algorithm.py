@@ -17,7 +17,7 @@ from megagrpo.algorithms.aggregation import compute_token_weights
 from megagrpo.algorithms.checks import check_algorithm_config
 from megagrpo.algorithms.correction import CorrectionResult, compute_correction
 from megagrpo.algorithms.kl import compute_k3, compute_kl_penalty, estimate_kl, update_kl_coef
-from megagrpo.algorithms.losses import LossInputs, LossOutput, find_loss
+from megagrpo.algorithms.losses import LOSSES, LossInputs, LossOutput
 from megagrpo.algorithms.metrics import Metric, measure
 from megagrpo.algorithms.overlong import compute_overlong_penalty, mask_overlong
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -35,7 +35,7 @@ class Algorithm:
         self.config = config
         self.max_new_tokens = max_new_tokens
         self.kl_coef = config.kl.coef
-        self._loss = find_loss(config.loss)
+        self._loss = LOSSES.find(config.loss)
 
     @property
     def needs_reference(self) -> bool:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megagrpo.algorithms.advantages import ADVANTAGES
-from megagrpo.algorithms.lookup import find_entry
 from megagrpo.algorithms.losses import LOSSES
 from megagrpo.algorithms.overlong import buffer_problem
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -28,7 +27,7 @@ def check_algorithm_config(
     there is none.
     """
     problems: list[str] = []
-    estimator = _collect(lambda: find_entry(ADVANTAGES, config.advantages), "algorithm.advantages", problems)
+    estimator = _collect(lambda: ADVANTAGES.find(config.advantages), "algorithm.advantages", problems)
     if estimator is not None:
         problems += _unknown_options(
             "algorithm.advantage_options", config.advantage_options, estimator.options, config.advantages
@@ -53,7 +52,7 @@ def check_algorithm_config(
                 "kl.placement: reward take from their sum; use overlong.mask or a length reward, and "
                 "kl.placement: loss"
             )
-    loss = _collect(lambda: find_entry(LOSSES, config.loss), "algorithm.loss", problems)
+    loss = _collect(lambda: LOSSES.find(config.loss), "algorithm.loss", problems)
     if loss is not None:
         problems += _unknown_options("algorithm.loss_options", config.loss_options, loss.options, config.loss)
         if config.loss == "ppo_clip" and 0 != config.loss_options.get("dual_clip", 0.0) <= 1:

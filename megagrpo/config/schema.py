@@ -6,7 +6,7 @@ one section only are written beside its fields; checks across sections are in `p
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.section import (
@@ -356,6 +356,9 @@ class EvaluationSetConfig(Section):
     limit: PositiveInt | None = None
     completions_per_prompt: PositiveInt = 1
     temperature: NonNegativeFloat = Field(1.0, description="0 is greedy")
+    metrics: tuple[str, ...] = Field(
+        ("pass_at_k",), description="what is told beside the mean: registered metrics, or FILE.py:function"
+    )
 
 
 class EvaluationConfig(Section):
@@ -396,11 +399,21 @@ class CheckpointConfig(Section):
 class TelemetryConfig(Section):
     """What is written while the run goes."""
 
-    tensorboard: bool = True
+    writers: tuple[str, ...] = Field(
+        ("jsonl", "tensorboard"), description="registered metrics writers, or FILE.py:NAME"
+    )
     completions_every: NonNegativeInt = Field(
         10, description="steps between samples in DIR/completions; 0 = none"
     )
     completions_count: PositiveInt = Field(8, description="completions written each time")
+
+    @model_validator(mode="after")
+    def _check(self) -> "TelemetryConfig":
+        if "jsonl" not in self.writers:
+            raise ValueError("writers: jsonl must be one of them; summary and report read metrics.jsonl")
+        if len(set(self.writers)) < len(self.writers):
+            raise ValueError("writers: one of them is named twice")
+        return self
 
 
 class WatchdogConfig(Section):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from megagrpo.config.schema import EvaluationSetConfig, RolloutConfig
+from megagrpo.evaluation.metrics import measure_scores
 from megagrpo.rollout.generation import RolloutGenerator, RolloutRequest
 from megagrpo.types import Prompt, SamplingParams
 
@@ -21,8 +22,8 @@ def evaluate_set(
     """Sample and score one held-out set. Collective over all ranks.
 
     Returns:
-        The mean over all completions of the first reward's value (mean@k) under `eval/NAME`, and the mean
-        completion length.
+        The mean over all completions of the first reward's value (mean@k) under `eval/NAME`, below it the
+        set's further metrics and the mean completion length.
     """
     sampling = SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
@@ -36,7 +37,12 @@ def evaluate_set(
     rollouts = generator.generate(RolloutRequest(prompts, sampling, config.completions_per_prompt))
     records = list(rollouts.records.values())
     first = next(iter(records[0].reward.parts))
+    scores: list[list[float]] = [[] for _ in prompts]
+    for (prompt, _), record in rollouts.records.items():
+        scores[prompt].append(record.reward.parts[first])
+    measured = measure_scores(config.metrics, scores)
     return {
         f"eval/{config.name}": sum(record.reward.parts[first] for record in records) / len(records),
+        **{f"eval/{config.name}/{key}": value for key, value in measured.items()},
         f"eval/{config.name}/completion_tokens": sum(record.length for record in records) / len(records),
     }

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megagrpo.callables import is_callable_spec
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
+from megagrpo.registry import is_code_place
 
 
 def read_hf_config(path: str) -> dict[str, Any] | None:
@@ -30,7 +30,7 @@ def check_files(config: Config) -> Iterator[str]:
     for position, held_out in enumerate(config.evaluation.sets):
         yield from _check_source(f"evaluation.sets.{position}.source", held_out.source)
     for position, reward in enumerate(config.rewards.functions):
-        if is_callable_spec(reward.name):
+        if is_code_place(reward.name):
             yield from _check_source(f"rewards.functions.{position}.name", reward.name)
 
 
@@ -48,7 +48,7 @@ def _check_model(path: str) -> Iterator[str]:
 
 
 def _check_source(place: str, source: str) -> Iterator[str]:
-    if is_callable_spec(source):
+    if is_code_place(source):
         location = source.rpartition(":")[0]
         if location.endswith(".py") and not Path(location).is_file():
             yield f"{place}: {location}: no such file"

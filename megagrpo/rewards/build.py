@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from math import isfinite
 
-from megagrpo.callables import is_callable_spec
+from megagrpo.registry import is_code_place
 from megagrpo.rewards.custom import call_custom, load_custom
 from megagrpo.rewards.messages import RewardSpec
 from megagrpo.rewards.reward import REWARDS, build_registered
@@ -20,7 +20,7 @@ def is_custom(name: str) -> bool:
     """Return whether `name` is the name of a user's function, which is called with all completions of a
     prompt at once.
     """
-    return name not in REWARDS.names() and is_callable_spec(name)
+    return name not in REWARDS.names() and is_code_place(name)
 
 
 def build_scorer(spec: RewardSpec) -> Scorer:

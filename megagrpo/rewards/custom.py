@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megagrpo.callables import load_callable
 from megagrpo.errors import UserError
+from megagrpo.registry import load_callable
 from megagrpo.rewards.reward import BatchFunction
 from megagrpo.types import Completion, Prompt
 

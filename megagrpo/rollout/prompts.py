@@ -1,19 +1,16 @@
-"""Prompts: rows from a JSONL file or a callable, tokenised and checked once; then drawn in an order that
+"""Prompts: rows of a data source, tokenised and checked once; then drawn in an order that
 can be resumed.
 """
 
-import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from megagrpo.callables import is_callable_spec, load_callable
 from megagrpo.config.schema import DataConfig
 from megagrpo.errors import UserError
+from megagrpo.rollout.data_sources import read_rows
 from megagrpo.types import Prompt
 from megagrpo.wire.counter_sampling import shuffled
 
@@ -60,13 +57,13 @@ class PromptSource:
         self.config = config
         self.prompts: list[Prompt] = []
         self.dropped = 0
-        for index, row in enumerate(_rows(config)):
+        for index, row in enumerate(read_rows("data.source", config.source, config.limit)):
             prompt = _tokenise(config, tokenizer, index, row)
             length = len(prompt.token_ids)
             if length > config.max_prompt_tokens:
                 if config.overlong_prompts == "error":
                     raise UserError(
-                        f"data.source {config.source}, row {index}: the prompt has {length} tokens, "
+                        f"data.source: {config.source}, row {index}: the prompt has {length} tokens, "
                         "data.max_prompt_tokens is "
                         f"{config.max_prompt_tokens}; raise it, or set data.overlong_prompts=drop"
                     )
@@ -74,7 +71,7 @@ class PromptSource:
                 continue
             if context_tokens is not None and length + max_new_tokens > context_tokens:
                 raise UserError(
-                    f"data.source {config.source}, row {index}: {length} prompt tokens + {max_new_tokens} "
+                    f"data.source: {config.source}, row {index}: {length} prompt tokens + {max_new_tokens} "
                     "new tokens = "
                     f"{length + max_new_tokens}, the model's context is {context_tokens}"
                 )
@@ -85,7 +82,7 @@ class PromptSource:
                 if self.dropped
                 else ""
             )
-            raise UserError(f"data.source {config.source}: no prompts{dropped}")
+            raise UserError(f"data.source: {config.source}: no prompts{dropped}")
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -98,7 +95,7 @@ class PromptSource:
         position = bisect_left(self.prompts, prompt_id, key=lambda prompt: prompt.id)
         if position == len(self.prompts) or self.prompts[position].id != prompt_id:
             raise UserError(
-                f"data.source {self.config.source}: no prompt of row {prompt_id}, which a "
+                f"data.source: {self.config.source}: no prompt of row {prompt_id}, which a "
                 "checkpoint has rollouts of"
             )
         return self.prompts[position]
@@ -156,54 +153,8 @@ class PromptSampler:
         return self.source[int(self._epoch_order[1][offset])]
 
 
-def _rows(config: DataConfig) -> Iterator[Mapping[str, Any]]:
-    path = Path(config.source).expanduser()
-    is_file = path.is_file() or not is_callable_spec(config.source)
-    rows = _jsonl_rows(config.source, path) if is_file else _callable_rows(config.source)
-    for index, row in enumerate(islice(rows, config.limit)):
-        if not isinstance(row, Mapping):
-            raise UserError(
-                f"data.source {config.source}, row {index}: is a {type(row).__name__}, not an "
-                "object with columns"
-            )
-        yield row
-
-
-def _jsonl_rows(source: str, path: Path) -> Iterator[Any]:
-    if not path.is_file():
-        raise UserError(
-            f"data.source {source}: no such file; allowed: a JSONL file, FILE.py:function or "
-            "package.module:function"
-        )
-    with path.open(encoding="utf-8-sig") as lines:
-        number = 0  # of the last line that could be read
-        try:
-            for number, line in enumerate(lines, start=1):  # noqa: B007 - the last number is part of the message below
-                if line.strip():
-                    yield json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"data.source {source}:{number}: not valid JSON: {error.msg} at column {error.colno}"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"data.source {source}, after line {number}: not UTF-8 text") from error
-
-
-def _callable_rows(spec: str) -> Iterator[Any]:
-    function = load_callable(spec)
-    try:
-        rows = function()
-        if not isinstance(rows, Iterable):
-            raise TypeError(f"returned a {type(rows).__name__}, not an iterable of rows")
-        yield from rows
-    except Exception as error:
-        raise UserError(
-            f"data.source {spec}: {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-
-
 def _tokenise(config: DataConfig, tokenizer: Any, index: int, row: Mapping[str, Any]) -> Prompt:
-    place = f"data.source {config.source}, row {index}"
+    place = f"data.source: {config.source}, row {index}"
     if config.prompt_field not in row:
         raise UserError(
             f"{place}: no column {config.prompt_field!r} (data.prompt_field); it has "

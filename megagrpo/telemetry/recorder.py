@@ -27,8 +27,7 @@ class Recorder:
         self._failing: set[str] = set()  # what could not be written the last time
 
     def _open(self, last_step: int | None) -> None:
-        names = ["jsonl", *(["tensorboard"] if self._config.tensorboard else [])]
-        self._writers = dict(zip(names, open_writers(names, self._run_dir, last_step), strict=True))
+        self._writers = open_writers(self._config.writers, self._run_dir, last_step)
 
     def rewind(self, last_step: int) -> None:
         """Drop the rows after `last_step`: the run goes on from there again."""

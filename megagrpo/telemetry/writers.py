@@ -5,11 +5,11 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megagrpo.registry import Registry
+from megagrpo.registry import Registry, require_call, require_methods
 from megagrpo.telemetry.patient_file import PatientFile
 
 
@@ -41,7 +41,14 @@ class WriterFactory(Protocol):
     def __call__(self, run_dir: Path, last_step: int | None) -> Writer: ...
 
 
-WRITERS: Registry[WriterFactory] = Registry("writer")
+def _read_writer(attribute: Any) -> WriterFactory:
+    require_call(attribute, ["run_dir", "last_step"])
+    if isinstance(attribute, type):
+        require_methods(attribute, {"write": ["step", "metrics"], "close": []})
+    return attribute
+
+
+WRITERS: Registry[WriterFactory] = Registry("metrics writer", _read_writer)
 
 
 @WRITERS.register("jsonl")
@@ -113,12 +120,12 @@ def _flush(file: PatientFile) -> None:
         raise file.error
 
 
-def open_writers(names: list[str], run_dir: Path, last_step: int | None) -> list[Writer]:
-    """Return the writers called `names`, opened on `run_dir` (made where missing); see `Writer` for
-    `last_step`.
+def open_writers(names: Sequence[str], run_dir: Path, last_step: int | None) -> dict[str, Writer]:
+    """Return the writers that `names` mean (registered, or FILE.py:NAME), opened on `run_dir` (made where
+    missing); see `Writer` for `last_step`.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    return [WRITERS.get(name)(run_dir, last_step) for name in names]
+    return {name: WRITERS.find(name)(run_dir, last_step) for name in names}
 
 
 def truncate_rows(path: Path, last_step: int | None) -> None:

@@ -12,7 +12,7 @@ def runs(run_all):
         "run.steps=3",
         "parallel.tp=1",
         "update.mini_batches_per_step=2",
-        "telemetry.tensorboard=false",
+        "telemetry.writers=[jsonl]",
     ]
     return run_all(
         2,

@@ -22,7 +22,7 @@ RUN = [
     "checkpoint.keep_best=1",
     "checkpoint.best_metric=sampled",
     "evaluation.every=2",
-    "telemetry.tensorboard=false",
+    "telemetry.writers=[jsonl]",
     "algorithm.kl.coef=0.1",
 ]
 HOLDER = (

@@ -32,7 +32,7 @@ RUN = [
     "checkpoint.every=3",
     "checkpoint.keep_last=9",
     "evaluation.every=6",
-    "telemetry.tensorboard=false",
+    "telemetry.writers=[jsonl]",
 ]
 BF16 = ["precision.recipe=bf16", "rollout.logprob_gap.stop_above_mean=null"]
 LAYOUTS = {  # name -> ranks, overrides

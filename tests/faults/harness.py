@@ -27,7 +27,7 @@ CONFIG = [
     "checkpoint.every=1",
     # with saves in the background a fault costs the step that was being saved too
     "checkpoint.asynchronous=false",
-    "telemetry.tensorboard=false",
+    "telemetry.writers=[jsonl]",
     "telemetry.completions_every=0",
     "watchdog.floor_seconds=60",
 ]

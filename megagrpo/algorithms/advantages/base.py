@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megagrpo.algorithms.lookup import find_entry
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.registry import Registry
 
@@ -54,7 +53,9 @@ class Estimator:
     options: Mapping[str, float] = field(default_factory=dict)
 
 
-ADVANTAGES: Registry[Estimator] = Registry("advantage estimator")
+ADVANTAGES: Registry[Estimator] = Registry(
+    "advantage estimator", read=lambda function: ADVANTAGES.entry_of(function)
+)
 
 
 def register_estimator(
@@ -73,11 +74,6 @@ def register_estimator(
         return function
 
     return add
-
-
-def find_estimator(name: str) -> Estimator:
-    """Return the estimator registered under `name`, or the registered one that `FILE.py:function` names."""
-    return find_entry(ADVANTAGES, name)
 
 
 def count_valid(valid: Tensor, dim: int | tuple[int, ...]) -> Tensor:

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from megagrpo.algorithms.advantages.base import (
+    ADVANTAGES,
     AdvantageInputs,
     AdvantageResult,
     Estimator,
     find_equal_rewards,
-    find_estimator,
 )
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import UserError
@@ -43,7 +43,7 @@ def compute_advantages(
         UserError: an unknown estimator, shapes that do not match, a NaN or infinite reward (the row is
             named), a group baseline with G = 1, or an input that the estimator needs and does not get.
     """
-    estimator = find_estimator(config.advantages)
+    estimator = ADVANTAGES.find(config.advantages)
     _check_shapes(rewards, valid, lengths, reward_parts, part_weights)
     _check_needs(config, estimator, rewards.shape[1], lengths, reward_parts)
     _check_finite("rewards", rewards, valid)

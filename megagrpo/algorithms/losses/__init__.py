@@ -7,7 +7,6 @@ from megagrpo.algorithms.losses.base import (
     LossOutput,
     TokenLoss,
     attach_gradient,
-    find_loss,
     register_loss,
 )
 
@@ -18,7 +17,6 @@ __all__ = [
     "TokenLoss",
     "attach_gradient",
     "cispo",
-    "find_loss",
     "gmpo",
     "gspo",
     "policy_gradient",

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from megagrpo.algorithms.lookup import find_entry
 from megagrpo.algorithms.metrics import Metric
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import UserError
@@ -71,7 +70,7 @@ class LossInputs:
         """Return a constant of the configured loss: the user's `loss_options`, else the default that the
         loss declares.
         """
-        return self.config.loss_options.get(name, find_loss(self.config.loss).options[name])
+        return self.config.loss_options.get(name, LOSSES.find(self.config.loss).options[name])
 
     def log_ratio(self) -> Tensor:
         """Return log(actor / old) [T], limited to 20 in value but not in gradient."""
@@ -133,12 +132,7 @@ class TokenLoss:
         return self.function(inputs)
 
 
-LOSSES: Registry[TokenLoss] = Registry("loss")
-
-
-def find_loss(name: str) -> TokenLoss:
-    """Return the loss registered under `name`, or the registered one that `FILE.py:function` names."""
-    return find_entry(LOSSES, name)
+LOSSES: Registry[TokenLoss] = Registry("loss", read=lambda function: LOSSES.entry_of(function))
 
 
 def register_loss(

@@ -200,8 +200,7 @@ def test_loss_is_found_by_the_place_of_its_function(tmp_path, monkeypatch):
     assert torch.equal(algorithm.token_loss(inputs).loss, -2 * inputs.advantages * inputs.actor_logprobs)
     with pytest.raises(
         ConfigError,
-        match=r"algorithm\.loss: .*mine\.py:plain: the function is not "
-        r"registered as a loss",
+        match=r"algorithm\.loss: .*mine\.py:plain: is no loss: the function is not decorated",
     ):
         build(loss=f"{tmp_path}/mine.py:plain")
     with pytest.raises(ConfigError, match=r"algorithm\.loss: .*no file"):

@@ -28,7 +28,7 @@ def test_equal_configurations_have_no_changes():
         "parallel.pp=2",
         "evaluation.every=3",
         "checkpoint.keep_last=9",
-        "telemetry.tensorboard=false",
+        "telemetry.writers=[jsonl]",
     ],
 )
 def test_where_and_how_fast_may_change(override):

@@ -167,9 +167,9 @@ def test_misspelt_components_are_told_together(run_file):
         verify_components(load_config(run_file, overrides))
     starts = [
         "algorithm.advantage_options.k: not an option of grpo",
-        "algorithm.loss: loss 'ppo_clp' is not registered; did you mean ppo_clip?; known: ",
-        "engine.name: engine 'vlm' is not registered",
-        "rewards.functions.0.name: reward 'exat_match' is not registered; did you mean exact_match?; known: ",
+        "algorithm.loss: no loss is called 'ppo_clp'; did you mean ppo_clip?; there are ",
+        "engine.name: no engine is called 'vlm'; did you mean vllm?",
+        "rewards.functions.0.name: no reward is called 'exat_match'; did you mean exact_match?; there are ",
         "rewards.functions.1.options.colum: not an option of exact_match; did you mean column?; its "
         "options: column, ",
     ]

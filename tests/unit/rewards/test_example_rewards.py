@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.callables import load_callable
 from megagrpo.config.load import load_config
+from megagrpo.registry import load_callable
 from megagrpo.rewards.extraction import extract_after_hashes
 
 ROOT = Path(__file__).parents[3]

@@ -244,7 +244,7 @@ def test_a_missing_column_ends_with_the_columns_there_are(open_pool, make_group)
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (RewardConfig(name="mathh"), "reward 'mathh' is not registered; did you mean math"),
+        (RewardConfig(name="mathh"), "no reward is called 'mathh'; did you mean math"),
         (
             RewardConfig(name="format", options={"tag": ["a"]}),
             "options of 'format': .*'tag'; options: tags, pattern, prefix",

@@ -82,7 +82,7 @@ def test_overlong_prompts_can_be_dropped_and_are_counted(load):
     ("text", "fields", "message"),
     [
         ("", {}, r"rows.jsonl: no prompts"),
-        ('{"prompt": "a"}\n{"prompt": \n', {}, r"rows.jsonl:2: not valid JSON"),
+        ('{"prompt": "a"}\n{"prompt": \n', {}, r"rows.jsonl: line 2: not valid JSON"),
         ('{"prompt": "a"}\n[1]\n', {}, r"row 1: is a list, not an object"),
         (
             '{"prompt": "a"}\n{"question": "b", "answer": 1}\n',
@@ -131,7 +131,7 @@ def test_a_row_that_cannot_be_used_is_named_in_one_line(load, text, fields, mess
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("    return 3\n", "TypeError: returned a int, not an iterable"),
+        ("    return 3\n", "returned a int, not an iterable"),
         ("    yield {'prompt': 'a'}\n    raise ValueError('two\\nlines')\n", "ValueError: two lines"),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_function_that_fails_is_named_in_one_line(tmp_path, character_tokenize
 def test_a_missing_file_and_a_binary_file_are_named(tmp_path, character_tokenizer):
     with pytest.raises(UserError, match=r"nowhere\.jsonl: no such file"):
         PromptSource(DataConfig(source="nowhere.jsonl"), character_tokenizer, max_new_tokens=4)
-    binary = tmp_path / "rows.bin"
+    binary = tmp_path / "rows.jsonl"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not UTF-8"):
         PromptSource(DataConfig(source=str(binary)), character_tokenizer, max_new_tokens=4)

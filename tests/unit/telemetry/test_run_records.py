@@ -7,10 +7,12 @@ import math
 import numpy as np
 import pytest
 
+from megagrpo.config.schema import TelemetryConfig
 from megagrpo.errors import UserError
 from megagrpo.telemetry import names
 from megagrpo.telemetry.completions import spread, write_completions
 from megagrpo.telemetry.progress import Progress, format_step
+from megagrpo.telemetry.recorder import Recorder
 from megagrpo.telemetry.summary import build_summary, save_summary
 from megagrpo.telemetry.timers import PhaseTimers
 from megagrpo.telemetry.writers import JsonlWriter, open_writers, read_rows
@@ -58,8 +60,7 @@ def test_rows_are_on_disk_as_soon_as_they_are_written_and_are_strict_json(tmp_pa
 def test_an_unknown_writer_names_the_known_ones(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"writer 'jsnl' is not registered; did you mean jsonl\?; known: "
-        r"jsonl, tensorboard",
+        match=r"no metrics writer is called 'jsnl'; did you mean jsonl\?; there are jsonl, tensorboard",
     ):
         open_writers(["jsnl"], tmp_path, None)
 
@@ -67,7 +68,7 @@ def test_an_unknown_writer_names_the_known_ones(tmp_path):
 def test_tensorboard_hides_the_steps_that_a_resume_repeats(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for last_step, steps in ((None, [1, 2, 3]), (1, [2, 3])):
-        (writer,) = open_writers(["tensorboard"], tmp_path, last_step)
+        writer = open_writers(["tensorboard"], tmp_path, last_step)["tensorboard"]
         write_steps(writer, steps)
         writer.close()
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -240,3 +241,50 @@ def test_written_completions_are_spread_over_the_groups(tmp_path):
 def test_more_completions_than_there_are_takes_all():
     assert spread(3, 10) == [0, 1, 2]
     assert spread(0, 10) == []
+
+
+OWN_WRITER = """
+class Mine:
+    def __init__(self, run_dir, last_step):
+        self.file = (run_dir / "mine.txt").open("a")
+    def write(self, step, metrics):
+        self.file.write(f"{step} {metrics['reward/mean']}\\n")
+    def close(self):
+        self.file.close()
+class Half:
+    def __init__(self, run_dir, last_step): ...
+    def write(self, step): ...
+class Other:
+    def write(self, step, metrics): ...
+    def close(self): ...
+"""
+
+
+def test_a_writer_of_the_users_gets_every_step(tmp_path):
+    (tmp_path / "writers.py").write_text(OWN_WRITER)
+    config = TelemetryConfig(writers=("jsonl", f"{tmp_path}/writers.py:Mine"))
+    recorder = Recorder(tmp_path / "run", 2, config, None)
+    for step in (1, 2):
+        recorder.step(step, {"reward/mean": step / 2})
+    recorder.finish(1.0, [1])
+    assert (tmp_path / "run" / "mine.txt").read_text() == "1 0.5\n2 1.0\n"
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Half", r"writers.py:Half: is no metrics writer: class Half lacks close\(\)"),
+        ("Other", r"writers.py:Other: is no metrics writer: it is called with \(run_dir, last_step\)"),
+    ],
+)
+def test_a_writer_without_its_contract_is_named_in_one_line(tmp_path, name, message):
+    (tmp_path / "writers.py").write_text(OWN_WRITER)
+    with pytest.raises(UserError, match=message) as caught:
+        open_writers([f"{tmp_path}/writers.py:{name}"], tmp_path, None)
+    assert "\n" not in str(caught.value)
+
+
+def test_metrics_jsonl_can_not_be_left_out():
+    with pytest.raises(ValueError, match="jsonl must be one of them"):
+        TelemetryConfig(writers=("tensorboard",))

@@ -1,4 +1,4 @@
-"""Tests of megagrpo.callables."""
+"""Tests of megagrpo.registry."""
 
 import math
 import pickle
@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from megagrpo.callables import is_callable_spec, load_callable
 from megagrpo.errors import UserError
+from megagrpo.registry import is_code_place, load_callable
 
 
 def write(folder, name, text):
@@ -52,9 +52,9 @@ def test_two_files_of_one_name_do_not_mix(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("reward.py", "is not FILE.py:function"),
-        ("reward.py:", "is not FILE.py:function"),
-        (":score", "is not FILE.py:function"),
+        ("reward.py", "is not FILE.py:name"),
+        ("reward.py:", "is not FILE.py:name"),
+        (":score", "is not FILE.py:name"),
         ("/nowhere/reward.py:score", "no file /nowhere/reward.py"),
         ("no_such_package_here:score", "raised ModuleNotFoundError"),
         ("math:sqr", "did you mean sqrt"),
@@ -76,10 +76,10 @@ def test_a_file_that_fails_on_import_is_named_and_can_be_mended(tmp_path):
 
 
 def test_data_paths_are_not_taken_for_callables():
-    assert is_callable_spec("rows.py:train") and is_callable_spec("package.rows:train")
-    assert not is_callable_spec("data/train.jsonl") and not is_callable_spec("train")
+    assert is_code_place("rows.py:train") and is_code_place("package.rows:train")
+    assert not is_code_place("data/train.jsonl") and not is_code_place("train")
 
 
 def test_importing_it_needs_no_torch():
-    code = "import sys, megagrpo.callables; sys.exit('torch' in sys.modules)"
+    code = "import sys, megagrpo.registry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
