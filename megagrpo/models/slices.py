@@ -4,8 +4,8 @@ from collections.abc import KeysView
 
 import torch
 
-from megagrpo.models.stage import StageModel
 from megagrpo.models.rules import ParameterRule, split
+from megagrpo.models.stage import StageModel
 
 
 class HFSlices:

@@ -97,9 +97,7 @@ def fused_kernel_fields(use_te: bool) -> dict[str, bool]:
     Rotary embeddings: without the fused kernel Megatron asks the device for the length of every packed
     sequence, twice a layer. SwiGLU: the product is not kept for the backward.
     """
-    return {
-        name: use_te for name in ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
-    }
+    return {name: use_te for name in ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")}
 
 
 def pipeline_fields(layout: ParallelLayout, num_layers: int) -> dict[str, Any]:
