@@ -1,0 +1,281 @@
+"""The plan of the house holds: imports point down, no circles, small files, and READMEs that tell the truth.
+
+Each exception stands in a table here with its reason. One that is not needed any more fails, so that the
+tables only ever grow by a decision.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megagrpo"
+
+# From the top down: what stands on one line may import what stands below it, and of its own line what makes
+# no circle.
+LAYERS = (
+    ("train", "cli"),
+    ("trainer", "session"),
+    ("checkpoint", "fleet", "planning"),
+    ("weights", "evaluation"),
+    ("policy", "rollout"),
+    ("engines",),
+    ("models", "rewards", "algorithms", "telemetry", "supervision", "wire", "host"),
+    ("ops", "parallel", "device"),
+    ("config", "registry", "callables", "types", "errors"),
+)
+LEVEL = {room: level for level, rooms in enumerate(reversed(LAYERS)) for room in rooms}
+
+# Rooms, or modules, that must stay free of what would tie them to one machine or one engine.
+ENGINES = ("megatron", "vllm", "sglang", "transformer_engine")
+FOREIGN = {
+    "algorithms": ENGINES,
+    "rewards": (*ENGINES, "torch"),
+    "config": (*ENGINES, "torch", "transformers"),
+    "planning": ENGINES,
+    "wire": (*ENGINES, "transformers", "pydantic"),
+    "weights/plan": (*ENGINES, "torch"),
+    "parallel/layout.py": (*ENGINES, "torch"),
+}
+
+FILE_LINES, FUNCTION_LINES, ROOM_SHARE = 300, 80, 0.15
+LONG_FILES = {
+    "config/schema.py": "every section of a configuration, declared and described in one place",
+    "policy/update.py": "to be split with the update's passes",
+    "trainer.py": "to be split into verbs",
+    "weights/transports/group.py": "both sides' calls of one protocol are read together",
+    "engines/server/engine.py": "to be split into server and protocol",
+    "rollout/generation.py": "to be split with its two loops",
+    "wire/manifest.py": "one format, written and read",
+}
+LONG_FUNCTIONS = {
+    "session.py build_session": "wires every part of a run, once, from top to bottom",
+    "policy/update.py run": "to be split with the update's passes",
+}
+UPWARD: dict[tuple[str, str], str] = {
+    ("supervision/run_lock.py", "megagrpo.checkpoint.agreement"): "to be moved to parallel",
+    ("engines/replicas.py", "megagrpo.planning.engine_checks"): "to be an attribute of an engine's entry",
+    ("checkpoint/run_checkpoints.py", "megagrpo.session"): "to know named parts alone",
+}
+CIRCLES: dict[frozenset[str], str] = {
+    frozenset(
+        {"models.stage", "models.hf_files", "models.megatron_files"}
+    ): "the readers name its type alone",
+    frozenset({"engines.server.engine", "engines.server.requests"}): "to be cut at the protocol",
+}
+READ_ELSEWHERE = {"preset": "config/presets.py applies it to the raw file, before there is a section"}
+"""Fields of the configuration that no code names, with who reads them."""
+
+
+def modules() -> Iterator[Path]:
+    """Every module of the package, but the alias that engine processes import it by."""
+    yield from (path for path in sorted(PACKAGE.rglob("*.py")) if "importable" not in path.parts)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def name_of(path: Path) -> str:
+    """The module's name below megagrpo, `` for the package itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(name: str) -> str:
+    return name.split(".")[0]
+
+
+@cache
+def imports_of(path: Path) -> tuple[str, ...]:
+    """Absolute names that a module imports, anywhere in it; `from package import module` names the module."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                inner = PACKAGE.parent / full.replace(".", "/")
+                is_module = inner.with_suffix(".py").is_file() or (inner / "__init__.py").is_file()
+                found.append(full if is_module else node.module)
+    return tuple(found)
+
+
+def own_imports() -> Iterator[tuple[Path, str, str]]:
+    """(file, its module's name, name below megagrpo of what it imports) of every import of ours."""
+    for path in modules():
+        for name in imports_of(path):
+            if name.split(".")[0] == "megagrpo":
+                yield path, name_of(path), name.removeprefix("megagrpo").removeprefix(".")
+
+
+def check_exceptions(found: set, allowed: Mapping) -> None:
+    """Fail on what is found and not allowed, and on what is allowed and not found any more."""
+    assert not found - allowed.keys(), f"new: {sorted(map(str, found - allowed.keys()))}"
+    assert not allowed.keys() - found, f"not needed any more: {sorted(map(str, allowed.keys() - found))}"
+
+
+def circles(edges: Mapping[str, set[str]]) -> set[frozenset[str]]:
+    """Sets of nodes that reach one another (strongly connected components of more than one node)."""
+    reach: dict[str, set[str]] = {}
+    for start in edges:
+        seen, waiting = set(), [start]
+        while waiting:
+            for node in edges.get(waiting.pop(), set()) - seen:
+                seen.add(node)
+                waiting.append(node)
+        reach[start] = seen
+    return {
+        frozenset(other for other in reach if other in reach[node] and node in reach[other])
+        for node in reach
+        if node in reach[node]
+    }
+
+
+def test_every_room_has_its_place():
+    rooms = {room_of(name_of(path)) for path in modules()} - {"", "__init__"}
+    assert rooms == LEVEL.keys(), rooms ^ LEVEL.keys()
+
+
+def test_imports_point_down():
+    found = set()
+    for path, name, imported in own_imports():
+        if not imported:
+            continue
+        if LEVEL[room_of(imported)] > LEVEL[room_of(name)]:
+            found.add((path.relative_to(PACKAGE).as_posix(), f"megagrpo.{imported}"))
+    check_exceptions(found, UPWARD)
+
+
+def test_modules_make_no_circle():
+    edges: dict[str, set[str]] = {}
+    for _, name, imported in own_imports():
+        edges.setdefault(name, set()).add(imported)
+    for name in edges:
+        edges[name] -= {name, ""}
+    check_exceptions(circles(edges), CIRCLES)
+
+
+def test_rooms_make_no_circle_beside_the_upward_imports():
+    edges: dict[str, set[str]] = {}
+    for path, name, imported in own_imports():
+        if (path.relative_to(PACKAGE).as_posix(), f"megagrpo.{imported}") not in UPWARD and imported:
+            edges.setdefault(room_of(name), set()).add(room_of(imported))
+    for room in edges:
+        edges[room].discard(room)
+    assert circles(edges) == set()
+
+
+@pytest.mark.parametrize("place", FOREIGN)
+def test_pure_parts_import_nothing_foreign(place):
+    paths = [PACKAGE / place] if place.endswith(".py") else sorted((PACKAGE / place).rglob("*.py"))
+    assert paths
+    wrong = [
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in paths
+        for name in imports_of(path)
+        if name.split(".")[0] in FOREIGN[place]
+    ]
+    assert not wrong
+
+
+def test_the_wire_imports_nothing_of_ours_and_hosts_import_the_wire_alone():
+    wrong = [
+        (name, imported)
+        for _, name, imported in own_imports()
+        if (room_of(name) == "wire" and room_of(imported) != "wire")
+        or (room_of(name) == "host" and room_of(imported) not in ("host", "wire"))
+    ]
+    assert not wrong
+
+
+def test_files_are_short():
+    long = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in modules()
+        if len(path.read_text().splitlines()) > FILE_LINES
+    }
+    check_exceptions(long, LONG_FILES)
+
+
+def test_functions_are_short():
+    long = {
+        f"{path.relative_to(PACKAGE).as_posix()} {node.name}"
+        for path in modules()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno + 1 > FUNCTION_LINES
+    }
+    check_exceptions(long, LONG_FUNCTIONS)
+
+
+def test_no_room_is_more_than_a_share_of_the_house():
+    lines: dict[str, int] = {}
+    for path in modules():
+        room = room_of(name_of(path))
+        lines[room] = lines.get(room, 0) + len(path.read_text().splitlines())
+    whole = sum(lines.values())
+    assert not {room: count for room, count in lines.items() if count > ROOM_SHARE * whole}
+
+
+@pytest.mark.parametrize("readme", sorted(PACKAGE.glob("*/README.md")), ids=lambda readme: readme.parent.name)
+def test_the_file_table_of_a_readme_names_every_file_once_there(readme):
+    """A table whose first column is `file`: names of files, or of folders for all that is in them."""
+    folder = readme.parent
+    tables = re.findall(r"^\| file \|.*\n\|[-| ]+\n((?:\|.*\n?)+)", readme.read_text(), re.MULTILINE)
+    rows = [row.split("|")[1] for table in tables for row in table.splitlines()]
+    named = {name for cell in rows for name in re.findall(r"`([\w/]+(?:\.py|/))`", cell)}
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+    there = {name for name in there if Path(name).name != "__init__.py"}
+    missing = {name for name in named if not (folder / name).exists()}
+    folders = tuple(name for name in named if name.endswith("/"))
+    covered = {name for name in there if name in named or (folders and name.startswith(folders))}
+    assert not missing, f"{readme.parent.name}/README.md names what is not there: {sorted(missing)}"
+    assert there == covered, f"{readme.parent.name}/README.md does not name: {sorted(there - covered)}"
+
+
+def test_every_package_has_a_readme_with_a_file_table():
+    rooms = {path.parent for path in PACKAGE.glob("*/__init__.py")}
+    without = [room.name for room in rooms if not (room / "README.md").is_file()]
+    assert not without
+
+
+def test_every_field_of_the_configuration_is_read():
+    """By its name, as an attribute or as a word in code, outside of where it is declared."""
+    from megagrpo.config.schema import Config
+
+    names = set()
+
+    def collect(model) -> None:
+        for name, field in model.model_fields.items():
+            names.add(name)
+            for part in _models_in(field.annotation):
+                collect(part)
+
+    collect(Config)
+    read = set()
+    for path in modules():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute):
+                read.add(node.attr)
+            elif path.parent.name != "config" and isinstance(node, ast.Constant):
+                read.add(node.value)
+    check_exceptions(names - read, READ_ELSEWHERE)
+
+
+def _models_in(annotation) -> Iterator[type]:
+    """Sections anywhere in a type."""
+    from typing import get_args
+
+    from pydantic import BaseModel
+
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
