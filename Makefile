@@ -11,7 +11,7 @@ SMOLLM2 := models/smollm2-135m/model.safetensors
 CONSTRAINTS ?= docker/constraints-cpu.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: install quickstart smollm2 gsm8k engines engines-vllm engines-sglang test test-fast test-engines test-faults lint clean
+.PHONY: install quickstart smollm2 gsm8k engines engines-vllm engines-sglang test test-fast test-engines test-faults coverage lint clean
 
 install: $(VENV)/.installed
 
@@ -95,6 +95,11 @@ test-fast: $(VENV)/.installed-test $(REHEARSAL)/.installed
 # Breaks tiny runs at many points and shows what each fault came to: make test-faults [JSON=FILE]
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python tests/faults/harness.py $(if $(JSON),--json $(JSON))
+
+# Lines that tests without a second process reach; HTML in build/coverage
+coverage: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not distributed and not end_to_end and not engines" \
+		--cov=megagrpo --cov-report=term --cov-report=html:build/coverage
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megagrpo/__init__.py").rea
 
 REWARDS = ["math-verify==0.9.0"]
 REPORT = ["plotly>=5"]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", *REWARDS, *REPORT]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-cov>=5", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", *REWARDS, *REPORT]
 
 setup(
     name="megagrpo",
@@ -23,7 +23,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megagrpo", "megagrpo.*"]),
-    package_data={"megagrpo": ["**/*.yaml", "**/*.md", "host/importable/megagrpo/*.py"]},
+    package_data={"megagrpo": ["**/*.yaml", "**/*.md", "py.typed", "host/importable/megagrpo/*.py"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
