@@ -12,7 +12,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megagrpo/__init__.py").rea
 
 REWARDS = ["math-verify==0.9.0"]
 REPORT = ["plotly>=5"]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-cov>=5", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", *REWARDS, *REPORT]
+LINT = ["ruff>=0.6", "mypy>=1.11"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-cov>=5", "hypothesis>=6.100", *LINT, *REWARDS, *REPORT]
 
 setup(
     name="megagrpo",
