@@ -70,7 +70,6 @@ class Rank:
 
         device = device_module.setup()
         import torch
-        from megagrpo.models.transformer_config import build_transformer_config
         from transformers import Qwen3Config
 
         from megagrpo.checkpoint.shards import ShardCollector
@@ -78,6 +77,7 @@ class Rank:
         from megagrpo.models.family import read_hf_config
         from megagrpo.models.precision import build_precision
         from megagrpo.models.stage import build_stage_model
+        from megagrpo.models.transformer_config import build_transformer_config
         from megagrpo.parallel.groups import all_gather_metadata, build_groups, destroy_groups
         from megagrpo.parallel.layout import ParallelLayout
         from megagrpo.policy.actor import Actor

@@ -18,7 +18,6 @@ DEVICE = device_module.setup()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from engine_contract import assert_logprobs_match, params  # noqa: E402
-from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from megagrpo.config.schema import EngineConfig  # noqa: E402
@@ -28,6 +27,7 @@ from megagrpo.engines.embedded.weights import checkpoint_tensors  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.models.stage import load_stage_model  # noqa: E402
+from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from megagrpo.parallel.groups import build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
 from megagrpo.types import Prompt  # noqa: E402

@@ -15,13 +15,13 @@ import torch
 from megagrpo.device import device as device_module
 
 DEVICE = device_module.setup()
-from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 from megagrpo.config.schema import OptimizerConfig  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import Precision  # noqa: E402
 from megagrpo.models.stage import StageModel, build_stage_model  # noqa: E402
+from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from megagrpo.parallel.groups import ParallelGroups, build_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
 from megagrpo.policy.actor import Actor  # noqa: E402

@@ -14,7 +14,6 @@ DEVICE = device_module.setup()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from reported_cases import reported_case  # noqa: E402
 
 from megagrpo.checkpoint import manager as manager_module  # noqa: E402
@@ -31,6 +30,7 @@ from megagrpo.device.device import megatron_region  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.models.stage import load_stage_model  # noqa: E402
+from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from megagrpo.parallel.groups import all_gather_metadata, build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
 from megagrpo.policy.actor import Actor  # noqa: E402

@@ -16,7 +16,6 @@ DEVICE = device_module.setup()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from reported_cases import reported_case  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -25,6 +24,7 @@ from megagrpo.config.schema import ParallelConfig  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.models.stage import load_stage_model  # noqa: E402
+from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from megagrpo.parallel.alignment import token_alignment  # noqa: E402
 from megagrpo.parallel.groups import ParallelGroups, build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402

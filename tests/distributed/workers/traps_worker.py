@@ -14,7 +14,6 @@ from unittest import mock
 import invariance_worker as invariance
 import torch
 import torch.distributed as dist
-from megagrpo.models.transformer_config import build_transformer_config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -22,6 +21,7 @@ from reported_cases import reported_case
 
 from megagrpo.device.device import megatron_region
 from megagrpo.models import build
+from megagrpo.models.transformer_config import build_transformer_config
 from megagrpo.parallel.groups import build_groups, destroy_groups
 from megagrpo.parallel.layout import ParallelLayout
 from megagrpo.policy.actor import Actor

@@ -19,7 +19,6 @@ DEVICE = device_module.setup()
 import dense_update as dense  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from reported_cases import reported_case  # noqa: E402
 
 from megagrpo.algorithms.algorithm import Algorithm  # noqa: E402
@@ -27,6 +26,7 @@ from megagrpo.config.schema import Config, ParallelConfig  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.models.stage import load_stage_model  # noqa: E402
+from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from megagrpo.parallel.alignment import token_alignment  # noqa: E402
 from megagrpo.parallel.groups import ParallelGroups, build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
