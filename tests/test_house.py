@@ -26,7 +26,7 @@ LAYERS = (
     ("engines",),
     ("models", "rewards", "algorithms", "telemetry", "supervision", "wire", "host"),
     ("ops", "parallel", "device"),
-    ("config", "registry", "callables", "types", "errors"),
+    ("config", "registry", "types", "errors"),
 )
 LEVEL = {room: level for level, rooms in enumerate(reversed(LAYERS)) for room in rooms}
 
