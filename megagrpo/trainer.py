@@ -124,9 +124,9 @@ class Trainer:
         resumed = restored.step if restored else None
         self.started -= self.state.wall_seconds  # the wall clock of a run goes on over its resumes
         is_main = self.session.groups.rank == 0
-        last_row = None if resumed is None else resumed - (self.state.unrecorded is not None)
+        last_step = None if resumed is None else resumed - (self.state.unrecorded is not None)
         self.recorder = (
-            Recorder(self.run_dir, self.config.run.steps, self.config.telemetry, last_row)
+            Recorder(self.run_dir, self.config.run.steps, self.config.telemetry, last_step, self.state.row)
             if is_main
             else None
         )
@@ -197,6 +197,7 @@ class Trainer:
             self.state.unrecorded = metrics
             metrics = metrics | self._evaluate()
             self.state.unrecorded = None
+        self.state.row = dict(metrics)
         if self.recorder:
             self.recorder.step(self.state.step, metrics)
         if self.state.step:

@@ -22,18 +22,28 @@ class ChecksummedFile:
     def __init__(self, folder: Path, name: str):
         """`name`: of the file in the checkpoint."""
         self.name, self._size, self._crc32 = name, 0, 0
+        self.error: OSError | None = None  # of the first write that failed
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb", buffering=0)
 
     def write(self, data: Any) -> int:
-        """Write all of a bytes-like object."""
+        """Write all of a bytes-like object.
+
+        Raises:
+            OSError: it could not; `error` keeps the first one, since torch's writer of tensors complains
+                in its own words of a file that such an error has left short.
+        """
         view = memoryview(data).cast("B")
         self._crc32 = zlib.crc32(view, self._crc32)
         self._size += len(view)
         written = 0
-        while written < len(view):
-            written += self._file.write(view[written:])
+        try:
+            while written < len(view):
+                written += self._file.write(view[written:])
+        except OSError as error:
+            self.error = self.error or error
+            raise
         return written
 
     def tell(self) -> int:
@@ -50,12 +60,14 @@ class ChecksummedFile:
     def __enter__(self) -> "ChecksummedFile":
         return self
 
-    def __exit__(self, error_type: type | None, *_: object) -> None:
+    def __exit__(self, error_type: type | None, error: BaseException | None, *_: object) -> None:
         try:
             if error_type is None:
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
+        if self.error is not None and error is not self.error:
+            raise self.error from error
 
 
 def write_file(folder: Path, name: str, contents: FileContents) -> FileRecord:

@@ -5,9 +5,11 @@ step_000010/           complete: it has a manifest, and its name appeared by a r
 step_000010.partial/   being written, or left by a run that was killed; removed by the next save
 step_000010.old/       retired, or replaced by a later save of the same step; being removed
 step_000010.bad/       was found damaged by a resume; never read again, never counted, never removed
-latest                 symbolic link to the newest complete one, moved by a rename
+latest                 symbolic link to the newest complete one, moved by a rename; where the file system has
+                       no links, a file that holds its name. For people alone: nothing here reads it
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -63,6 +65,16 @@ def list_complete(folder: Path) -> list[Path]:
     return [path for path in list_named(folder) if (path / MANIFEST).is_file()]
 
 
+def finish_publishing(folder: Path) -> None:
+    """Give the checkpoints their names whose saves were complete when the process was killed: between its two
+    renames `publish` has an older save of the step under `.old` and the new one under `.partial`.
+    """
+    for partial in sorted(folder.glob("*.partial")):
+        target = partial.with_suffix("")
+        if (partial / MANIFEST).is_file() and not target.exists():
+            partial.rename(target)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what unfinished saves have left."""
     for leftover in folder.glob("*.partial"):
@@ -78,7 +90,9 @@ def remove_retired(folder: Path) -> None:
 
 
 def publish(folder: Path, step: int) -> Path:
-    """Give a finished checkpoint its name and move `latest` to it; every step of this is atomic."""
+    """Give a finished checkpoint its name and move `latest` to it; every step of this is atomic, and what is
+    cut off between two of them is made up for by `finish_publishing`.
+    """
     partial, target = partial_path(folder, step), checkpoint_path(folder, step)
     _sync_folder(partial)
     if target.exists():
@@ -91,15 +105,22 @@ def publish(folder: Path, step: int) -> Path:
 
 
 def point_latest(folder: Path) -> None:
-    """Let `latest` name the newest complete checkpoint; without any it is removed."""
+    """Let `latest` name the newest complete checkpoint; without any it is removed.
+
+    Never raises: a checkpoint is whole without it.
+    """
     link, complete = folder / LATEST, list_complete(folder)
-    if not complete:
-        link.unlink(missing_ok=True)
-        return
-    temporary = folder / f"{LATEST}.new"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(complete[-1].name)
-    os.replace(temporary, link)
+    with contextlib.suppress(OSError):
+        if not complete:
+            link.unlink(missing_ok=True)
+            return
+        temporary = folder / f"{LATEST}.new"
+        temporary.unlink(missing_ok=True)
+        try:
+            temporary.symlink_to(complete[-1].name)
+        except OSError:  # no symbolic links here
+            temporary.write_text(f"{complete[-1].name}\n")
+        os.replace(temporary, link)
 
 
 def set_aside(path: Path) -> Path:

@@ -178,7 +178,12 @@ class CheckpointManager:
         """Return all folders that have a checkpoint's name, newest first, as the first rank sees them.
         Collective over all ranks.
         """
-        return on_first_rank(lambda: names.list_named(self.folder)[::-1])
+
+        def look() -> list[Path]:
+            names.finish_publishing(self.folder)
+            return names.list_named(self.folder)[::-1]
+
+        return on_first_rank(look)
 
     def examine(self, path: Path) -> tuple[Manifest | None, list[str]]:
         """Read a checkpoint's manifest and check every file against it. Collective over all ranks, which
@@ -212,6 +217,7 @@ class CheckpointManager:
 
     def _prepare(self, partial: Path, needed: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        names.finish_publishing(self.folder)
         names.remove_leftovers(self.folder)
         if shutil.disk_usage(self.folder).free < needed * FREE_MARGIN:
             self.await_removal()

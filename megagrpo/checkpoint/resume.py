@@ -128,6 +128,18 @@ def check_config(choice: Choice, config: Config, updates: int) -> list[str]:
     return notes
 
 
+def compare_environments(saved: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
+    """Return one line for each package version, or number of threads (OMP_NUM_THREADS), that is another one:
+    the run goes on, but its sums may round differently.
+    """
+    return [
+        f"warning: {name}: {saved[name]} in the checkpoint, {own[name]} in this run; its numbers may "
+        "differ in their last digits"
+        for name in own
+        if name in saved and saved[name] != own[name]
+    ]
+
+
 def describe_schedule_change(saved: Config, own: Config, updates: int) -> str | None:
     """Return one line where the learning rates of the coming updates are others than the saved run's would
     have been; else None.

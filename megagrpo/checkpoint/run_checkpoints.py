@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from megagrpo.checkpoint import carried as carrying
 from megagrpo.checkpoint.agreement import SaveError
 from megagrpo.checkpoint.carried import Carried, RandomStates
@@ -17,7 +19,14 @@ from megagrpo.checkpoint.hf_share import FOLDER, collect_share
 from megagrpo.checkpoint.identity import compare_weights, describe_model, describe_tokenizer, describe_weights
 from megagrpo.checkpoint.manager import CheckpointManager, Saved
 from megagrpo.checkpoint.manifest import Manifest
-from megagrpo.checkpoint.resume import CONFIG_FILE, Choice, check_config, check_identity, choose_checkpoint
+from megagrpo.checkpoint.resume import (
+    CONFIG_FILE,
+    Choice,
+    check_config,
+    check_identity,
+    choose_checkpoint,
+    compare_environments,
+)
 from megagrpo.checkpoint.shards import ShardCollector, load_shards
 from megagrpo.checkpoint.state import STATE_FILE, TrainerState
 from megagrpo.config.load import dump_config
@@ -103,6 +112,7 @@ class RunCheckpoints:
         check_identity(choice, self._model, self._tokenizer)
         state = TrainerState.load(choice.path)
         notes = choice.notes + check_config(choice, self.config, state.updates)
+        notes += compare_environments(choice.manifest.versions, _environment())
         saved = choice.manifest.reference
         if self.reference is not None and saved is not None and not saved.get("saved"):
             problems = compare_weights(saved, self._weights())
@@ -201,7 +211,7 @@ class RunCheckpoints:
             model=self._model,
             tokenizer=self._tokenizer,
             layout=asdict(self.session.layout),
-            versions=package_versions(),
+            versions=_environment(),
             files=(),
             reference=self._describe_reference(),
             score=metrics.get(f"{names.EVALUATION}{self.settings.best_metric}"),
@@ -272,3 +282,8 @@ class RunCheckpoints:
         kept = self.manager.candidates()
         last = f"; the newest checkpoint is {kept[0]}" if kept else "; there is no older checkpoint"
         self._note(f"warning: checkpoint not saved: {error}{last}; tried again after the next step")
+
+
+def _environment() -> dict[str, str]:
+    """Return what a run's last digits depend on beside its configuration."""
+    return package_versions() | {"threads of a rank": str(torch.get_num_threads())}

@@ -5,9 +5,14 @@ A new field needs a default, so that older checkpoints load; what single ranks h
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from megagrpo.config.section import NonNegativeInt
+from megagrpo.errors import UserError
 
 STATE_FILE = "trainer_state.json"
 
@@ -16,16 +21,20 @@ STATE_FILE = "trainer_state.json"
 class TrainerState:
     """Small, the same on all ranks. Sampling and prompt order are functions of these numbers."""
 
-    step: int = 0  # finished outer steps
-    updates: int = 0  # optimizer updates so far: what the learning-rate schedule counts
-    weight_version: int = 0  # last published
-    prompt_position: int = 0  # prompts drawn so far, those of rollouts in flight that are saved included
+    step: NonNegativeInt = 0  # finished outer steps
+    updates: NonNegativeInt = 0  # optimizer updates so far: what the learning-rate schedule counts
+    weight_version: NonNegativeInt = 0  # last published
+    prompt_position: NonNegativeInt = (
+        0  # prompts drawn so far, those of rollouts in flight that are saved included
+    )
     rollout: dict[str, Any] = field(default_factory=dict)  # see rollout/pipeline.py
-    nonfinite_in_a_row: int = 0
+    nonfinite_in_a_row: NonNegativeInt = 0
     algorithm: dict[str, float] = field(default_factory=dict)
     wall_seconds: float = 0.0  # of all runs so far
     spikes: dict[str, list[float]] = field(default_factory=dict)  # what the running medians are over
-    roll_backs: int = 0  # made so far
+    roll_backs: NonNegativeInt = 0  # made so far
+    # metrics of this step as they were recorded: a row that a crash has torn is written again from here
+    row: dict[str, float] = field(default_factory=dict)
     # metrics of this step, where its evaluation and its row are still to come
     unrecorded: dict[str, float] | None = None
 
@@ -37,7 +46,17 @@ class TrainerState:
     def load(cls, folder: Path) -> "TrainerState":
         """Read it from a checkpoint. A field that this version does not know is dropped: the format
         version guards the meaning.
+
+        Raises:
+            UserError: it is not what `to_json` writes, one line for each field.
         """
-        values: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
-        known = {each.name for each in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        path = folder / STATE_FILE
+        try:
+            return TypeAdapter(cls).validate_json(path.read_bytes(), strict=True)
+        except ValidationError as error:
+            problems = error.errors(include_url=False)
+            places = [".".join(map(str, problem["loc"])) for problem in problems]
+            lines = [
+                f"{path}: {place}: {problem['msg']}" for place, problem in zip(places, problems, strict=True)
+            ]
+            raise UserError("\n".join(lines)) from error

@@ -14,6 +14,8 @@ from megagrpo.checkpoint.agreement import on_first_rank
 from megagrpo.errors import UserError
 
 LOCK_FILE = "run.lock"
+RUN_FILES = (LOCK_FILE, "config.yaml", "metrics.jsonl", "log.txt", "summary.json", "roll_backs.jsonl")
+RUN_FOLDERS = ("checkpoints", "completions", "tensorboard", "hf", "errors", "stacks", "engines")
 
 
 class RunLock:
@@ -30,10 +32,13 @@ class RunLock:
         file names the holder, and one whose process is gone from this host is taken over.
 
         Raises:
-            UserError: a live run holds it; names both.
+            UserError: a live run holds it (names both), or nothing can be written there.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        except OSError as error:
+            raise UserError(f"run.dir: {error.filename}: {error.strerror}") from error
         holder = _read(descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,7 +49,11 @@ class RunLock:
             if holder and not _is_gone(holder):
                 os.close(descriptor)
                 raise UserError(f"{self._refusal(holder)}; if that run is gone, remove {self.path}") from None
-        _write(descriptor, _self_description())
+        try:
+            _write(descriptor, _self_description())
+        except OSError as error:
+            os.close(descriptor)
+            raise UserError(f"run.dir: {self.path}: {error.strerror}") from error
         self._descriptor = descriptor
 
     def release(self) -> None:
@@ -71,11 +80,36 @@ def hold_run_folder(run_dir: Path) -> RunLock:
     """Lock a run folder for this run. Collective over all ranks.
 
     Raises:
-        UserError: on all ranks, where a live run holds it.
+        UserError: on all ranks, where a live run holds it, or it cannot be written.
     """
     lock = RunLock(run_dir)
-    on_first_rank(lock.acquire)
+
+    def hold() -> None:
+        check_entries(run_dir)
+        lock.acquire()
+
+    on_first_rank(hold)
     return lock
+
+
+def check_entries(run_dir: Path) -> None:
+    """Find what stands in the way of the files and folders that a run writes.
+
+    Raises:
+        UserError: one line for each.
+    """
+    problems = [
+        f"run.dir: {run_dir / name}: is a folder; a run writes a file of this name"
+        for name in RUN_FILES
+        if (run_dir / name).is_dir()
+    ]
+    problems += [
+        f"run.dir: {run_dir / name}: is a file; a run makes a folder of this name"
+        for name in RUN_FOLDERS
+        if (run_dir / name).exists() and not (run_dir / name).is_dir()
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def _self_description() -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megagrpo.config.schema import TelemetryConfig
 from megagrpo.telemetry.completions import write_completions
+from megagrpo.telemetry.earlier_run import METRICS, set_aside_earlier_run
 from megagrpo.telemetry.patient_file import PatientFile
 from megagrpo.telemetry.progress import Progress
 from megagrpo.telemetry.summary import build_summary, save_summary
@@ -17,14 +18,33 @@ from megagrpo.types import Completion, Prompt, Reward
 class Recorder:
     """Progress line, metric writers, completion samples and the final summary of a run folder."""
 
-    def __init__(self, run_dir: Path, num_steps: int, config: TelemetryConfig, last_step: int | None):
-        """`last_step`: the step that the run resumed after; rows of later steps are dropped. None for a
-        new run.
+    def __init__(
+        self,
+        run_dir: Path,
+        num_steps: int,
+        config: TelemetryConfig,
+        last_step: int | None,
+        last_row: Mapping[str, float] | None = None,
+    ):
+        """
+        Args:
+            last_step: the newest step that is recorded already; rows of later steps are dropped. None for a
+                new run: what an earlier one has recorded in the folder is moved aside.
+            last_row: metrics of that step, recorded again where its row was lost.
         """
         self._run_dir, self._config = run_dir, config
+        self._failing: set[str] = set()  # what could not be written the last time
+        moved_to = set_aside_earlier_run(run_dir) if last_step is None else None
         self._progress = Progress(run_dir, num_steps)
         self._open(last_step)
-        self._failing: set[str] = set()  # what could not be written the last time
+        if moved_to is not None:
+            self.note(
+                f"an earlier run without a checkpoint to go on from has left records; now in {moved_to}"
+            )
+        path = run_dir / METRICS
+        is_lost = path.exists() and all(row["step"] != last_step for row in read_rows(path))
+        if last_step is not None and last_row and is_lost:
+            self._patiently("jsonl", partial(self._writers["jsonl"].write, last_step, last_row))
 
     def _open(self, last_step: int | None) -> None:
         self._writers = open_writers(self._config.writers, self._run_dir, last_step)
@@ -86,7 +106,7 @@ class Recorder:
         """Write `summary.json`, say where the results are, close everything."""
         for name, writer in self._writers.items():
             self._patiently(name, writer.close)
-        rows = read_rows(self._run_dir / "metrics.jsonl")
+        rows = read_rows(self._run_dir / METRICS)
         path = save_summary(
             self._run_dir, build_summary(rows, wall_seconds=wall_seconds, peak_rss_bytes=peak_rss_bytes)
         )

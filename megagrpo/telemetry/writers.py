@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,7 +91,7 @@ class TensorboardWriter:
         folder = run_dir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         self._file = PatientFile(
-            folder / f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
+            folder / f"events.out.tfevents.{_next_time(folder):020d}.{socket.gethostname()}.{os.getpid()}"
         )
         self._events, self._event = RecordWriter(self._file), Event
         first_step = 0 if last_step is None else last_step + 1
@@ -114,6 +115,16 @@ class TensorboardWriter:
         self._events.write(event.SerializeToString())
 
 
+def _next_time(folder: Path) -> int:
+    """Return the time in nanoseconds, later than that of every file of events in the folder.
+
+    TensorBoard reads them in the order of their names: after a clock was set back, a resumed run's steps
+    would count as the older ones.
+    """
+    stamps = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*.*")]
+    return max([time.time_ns(), *(int(stamp) + 1 for stamp in stamps if stamp.isdigit())])
+
+
 def _flush(file: PatientFile) -> None:
     if not file.flush():
         assert file.error is not None
@@ -131,27 +142,39 @@ def open_writers(names: Sequence[str], run_dir: Path, last_step: int | None) -> 
 def truncate_rows(path: Path, last_step: int | None) -> None:
     """Drop the rows of `path` after `last_step` (all rows for None), and a last line that a crash cut off.
 
-    Atomic; a missing file is fine.
+    Atomic; a missing file is fine. Where other lines are damaged too, the file as it was stays beside it as
+    `metrics.damaged.jsonl`.
     """
     if not path.exists():
         return
-    kept = (
-        [] if last_step is None else [json.dumps(row) for row in read_rows(path) if row["step"] <= last_step]
-    )
+    lines = list(_read_lines(path))
+    if any(row is None for _, row in lines[:-1]):
+        shutil.copy(path, path.with_suffix(".damaged.jsonl"))
+    kept = [
+        line for line, row in lines if row is not None and last_step is not None and row["step"] <= last_step
+    ]
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    temporary.write_bytes(b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
     os.replace(temporary, path)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics file, in order. A line that is no JSON object with a step (cut off by a
-    crash) is passed over.
+    crash, or damaged) is passed over.
     """
-    with path.open(encoding="utf-8") as lines:
+    for _, row in _read_lines(path):
+        if row is not None:
+            yield row
+
+
+def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line with its row; None where it holds none."""
+    with path.open("rb") as lines:
         for line in lines:
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                yield row
+                # a damaged byte within a name must not cost the numbers beside it
+                row = json.loads(line.decode("utf-8", errors="replace"))
+            except (ValueError, RecursionError):
+                row = None
+            is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
+            yield line, row if is_row else None

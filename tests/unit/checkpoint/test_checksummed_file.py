@@ -1,6 +1,8 @@
 """What is noted of a file while it is written is what is on the disk."""
 
+import errno
 import io
+import os
 import zlib
 
 import pytest
@@ -50,3 +52,23 @@ def test_a_file_that_cannot_be_finished_is_closed_and_told(tmp_path):
 
 def test_small_files_are_recorded_too(tmp_path):
     assert verify_files(tmp_path, [write_file(tmp_path, "state/own.0", b"mine")]) == []
+
+
+def test_a_full_disk_under_a_tensor_is_told_as_a_full_disk(tmp_path):
+    """torch's writer of tensors would complain of a position that it did not expect."""
+    with pytest.raises(OSError, match="No space left"), ChecksummedFile(tmp_path, "x") as file:
+        raw = file._file
+
+        class Full:
+            room = 3000
+
+            def write(self, data):
+                if not self.room:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                written, self.room = raw.write(data[: self.room]), max(0, self.room - len(data))
+                return written
+
+            fileno, close = raw.fileno, raw.close
+
+        file._file = Full()
+        torch.save(torch.rand(1 << 12), file)

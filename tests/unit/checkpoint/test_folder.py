@@ -1,5 +1,8 @@
 """The names in a checkpoint folder, and what retention removes."""
 
+import errno
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,12 +10,14 @@ from hypothesis import strategies as st
 from megagrpo.checkpoint.folder import (
     Retention,
     checkpoint_path,
+    finish_publishing,
     list_complete,
     list_named,
     partial_path,
     publish,
     removable,
     remove_leftovers,
+    remove_retired,
     set_aside,
 )
 from megagrpo.checkpoint.manifest import MANIFEST
@@ -97,3 +102,36 @@ def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path):
     assert list_named(tmp_path) == [path] and list_complete(tmp_path) == []
     assert set_aside(path).name == "step_000010.bad"
     assert list_named(tmp_path) == []
+
+
+def test_a_kill_between_the_two_renames_of_a_second_save_loses_nothing(tmp_path):
+    """The only checkpoint is saved again; the process dies with the old name moved away, no new one."""
+    make(tmp_path, 10)
+    target = publish(tmp_path, 10)
+    (make(tmp_path, 10) / "second").touch()
+    target.rename(target.with_name("step_000010.old"))
+    finish_publishing(tmp_path)
+    remove_leftovers(tmp_path)
+    remove_retired(tmp_path)
+    assert list_complete(tmp_path) == [target] and (target / "second").exists()
+
+
+def test_an_unfinished_save_gets_no_name(tmp_path):
+    make(tmp_path, 10, complete=False)
+    finish_publishing(tmp_path)
+    assert list_named(tmp_path) == []
+
+
+@pytest.mark.parametrize("in_the_way", ["nothing", "a folder"])
+def test_without_symbolic_links_a_checkpoint_is_published_all_the_same(tmp_path, monkeypatch, in_the_way):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    if in_the_way == "a folder":
+        (tmp_path / "latest" / "mine").mkdir(parents=True)
+    make(tmp_path, 10)
+    assert publish(tmp_path, 10) == checkpoint_path(tmp_path, 10)
+    assert list_complete(tmp_path) == [checkpoint_path(tmp_path, 10)]
+    if in_the_way == "nothing":
+        assert (tmp_path / "latest").read_text() == "step_000010\n"

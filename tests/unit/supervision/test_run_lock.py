@@ -1,5 +1,6 @@
 """A run folder belongs to one live run; a dead one holds nothing."""
 
+import errno
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import pytest
 
 from megagrpo.errors import UserError
 from megagrpo.supervision import run_lock as lock_module
-from megagrpo.supervision.run_lock import LOCK_FILE, RunLock
+from megagrpo.supervision.run_lock import LOCK_FILE, RunLock, check_entries
 
 HOLDER = """
 import sys, time
@@ -85,4 +86,37 @@ def test_without_file_locks_a_holder_on_another_host_is_believed(tmp_path, monke
     (tmp_path / LOCK_FILE).write_text(json.dumps(holder))
     monkeypatch.setattr(lock_module.fcntl, "flock", no_locks)
     with pytest.raises(UserError, match=r"process 1 on elsewhere .*remove .*run.lock"):
+        RunLock(tmp_path).acquire()
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_line_each(tmp_path):
+    for name in ("metrics.jsonl", "run.lock"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(UserError) as raised:
+        check_entries(tmp_path)
+    lines = str(raised.value).splitlines()
+    assert [line.split(": ")[1:] for line in lines] == [
+        [str(tmp_path / "run.lock"), "is a folder; a run writes a file of this name"],
+        [str(tmp_path / "metrics.jsonl"), "is a folder; a run writes a file of this name"],
+        [str(tmp_path / "checkpoints"), "is a file; a run makes a folder of this name"],
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, number):
+    def refuse(path, *_):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(lock_module.os, "open", refuse)
+    with pytest.raises(UserError, match=rf"^run\.dir: .*{LOCK_FILE}: {os.strerror(number)}$"):
+        RunLock(tmp_path).acquire()
+
+
+def test_a_disk_that_is_full_before_the_start_is_one_line(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(lock_module.os, "pwrite", refuse)
+    with pytest.raises(UserError, match=r"No space left on device$"):
         RunLock(tmp_path).acquire()

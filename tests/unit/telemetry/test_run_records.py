@@ -9,13 +9,13 @@ import pytest
 
 from megagrpo.config.schema import TelemetryConfig
 from megagrpo.errors import UserError
-from megagrpo.telemetry import names
+from megagrpo.telemetry import names, writers
 from megagrpo.telemetry.completions import spread, write_completions
 from megagrpo.telemetry.progress import Progress, format_step
 from megagrpo.telemetry.recorder import Recorder
 from megagrpo.telemetry.summary import build_summary, save_summary
 from megagrpo.telemetry.timers import PhaseTimers
-from megagrpo.telemetry.writers import JsonlWriter, open_writers, read_rows
+from megagrpo.telemetry.writers import JsonlWriter, TensorboardWriter, open_writers, read_rows
 from megagrpo.types import Completion, Prompt, Reward
 
 
@@ -41,6 +41,55 @@ def test_a_line_that_a_crash_cut_off_is_dropped_on_resume(tmp_path):
     write_steps(writer, [2])
     writer.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_byte_that_is_no_text_costs_neither_the_resume_nor_a_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [
+        b'{"step": 1, "a": 1.0}',
+        b'{"step": 2, "\xff": 2.0}',
+        b'{"st\xffep": 3}',
+        b'{"step": 4, "a": 4.0}',
+    ]
+    path.write_bytes(b"\n".join(rows) + b"\n")
+    JsonlWriter(tmp_path, last_step=4).close()
+    assert path.read_bytes() == b"\n".join([rows[0], rows[1], rows[3]]) + b"\n"
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 4]
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"\n".join(rows) + b"\n"
+
+
+def test_a_clock_that_was_set_back_leaves_the_files_of_events_in_order(tmp_path, monkeypatch):
+    TensorboardWriter(tmp_path).close()
+    monkeypatch.setattr(writers.time, "time_ns", lambda: 10**18)
+    TensorboardWriter(tmp_path, last_step=3).close()
+    first, second = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
+    assert int(second.split(".")[3]) == int(first.split(".")[3]) + 1
+
+
+def recorder_of(folder, last_step, last_row=None):
+    return Recorder(folder, 9, TelemetryConfig(writers=("jsonl",)), last_step, last_row)
+
+
+def test_a_row_that_a_crash_tore_is_written_again_from_the_checkpoint(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a"')
+    recorder_of(tmp_path, 2, {"a": 2.0}).step(3, {"a": 3.0})
+    assert [row["a"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0]
+    recorder_of(tmp_path, 2, {"a": 9.0})
+    assert [row["a"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1.0, 2.0]
+
+
+def test_a_new_run_moves_the_records_of_an_earlier_one_aside(tmp_path, capsys):
+    for run in range(2):
+        recorder = recorder_of(tmp_path, None)
+        recorder.step(0, {"a": float(run)})
+        recorder.finish(1.0, [1])
+    recorder_of(tmp_path, None)
+    for run in range(2):
+        folder = tmp_path / f"earlier_{run + 1}"
+        assert [row["a"] for row in read_rows(folder / "metrics.jsonl")] == [float(run)]
+        assert (folder / "summary.json").exists() and (folder / "log.txt").exists()
+    assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "summary.json").exists()
+    assert f"now in {tmp_path / 'earlier_2'}" in capsys.readouterr().out
 
 
 def test_a_new_run_starts_an_empty_file(tmp_path):
