@@ -97,6 +97,11 @@ class Actor:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the newest update."""
+        return self.optimizer.param_groups[0]["lr"]
+
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[torch.Tensor]:
         """Return log-probs [R] per micro-batch, without gradients; empty on stages other than the last."""
         return compute_logprobs(self.model, self.chunks, batches, temperature)

@@ -1,7 +1,7 @@
 """Builds the tensors of a micro-batch from its plan."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,6 +23,20 @@ class TrainSample:
     rollout_logprobs: np.ndarray  # float32 [L]
 
 
+@dataclass
+class RowTerms:
+    """What the last stage knows of a micro-batch's rows before the update. None: not needed, so not
+    computed.
+    """
+
+    # [R]; None: the actor's own values of this very forward, so the ratio is exactly 1
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None  # [R]
+    ref_hidden: torch.Tensor | None = None  # [R, H], for the exact KL
+    keep: torch.Tensor | None = None  # bool [R]: rows that a correction leaves in the loss
+    correction_weights: torch.Tensor | None = None  # [R]
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed input and its loss rows. T input tokens, alignment padding included; one row per completion
@@ -40,6 +54,7 @@ class MicroBatch:
     sequence_ids: torch.Tensor  # int64 [R], 0 <= id < B
     positions: torch.Tensor  # int64 [R]: index of the row's token in its completion
     rollout_logprobs: torch.Tensor  # float32 [R]
+    terms: RowTerms = field(default_factory=RowTerms)  # filled before the update
 
     @property
     def num_sequences(self) -> int:

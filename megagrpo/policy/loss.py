@@ -16,7 +16,7 @@ from megagrpo.models.stage import StageModel
 from megagrpo.ops.exact_kl import linear_exact_kl
 from megagrpo.ops.token_loss import fits_one_chunk, linear_token_loss
 from megagrpo.parallel.token_shard import sum_sequences
-from megagrpo.policy.batch import MicroBatch
+from megagrpo.policy.batch import MicroBatch, RowTerms
 from megagrpo.policy.forward import loss_rows, row_logprobs
 from megagrpo.policy.logprob_gap import LargestGap
 from megagrpo.rollout.rollouts import SampleKey
@@ -31,20 +31,6 @@ class SequenceTerms:
     token_weights: Mapping[SampleKey, float]
     # publishes between the weights that sampled the sequence and the actor's
     policy_ages: Mapping[SampleKey, int]
-
-
-@dataclass
-class RowTerms:
-    """What the last stage knows of a micro-batch's rows before the update. None: not needed, so not
-    computed.
-    """
-
-    # [R]; None: the actor's own values of this very forward, so the ratio is exactly 1
-    old_logprobs: torch.Tensor | None = None
-    ref_logprobs: torch.Tensor | None = None  # [R]
-    ref_hidden: torch.Tensor | None = None  # [R, H], for the exact KL
-    keep: torch.Tensor | None = None  # bool [R]: rows that a correction leaves in the loss
-    correction_weights: torch.Tensor | None = None  # [R]
 
 
 class PolicyLoss:
@@ -62,7 +48,6 @@ class PolicyLoss:
         algorithm: Algorithm,
         temperature: float,
         sequences: SequenceTerms,
-        rows: Mapping[int, RowTerms],
         reference: StageModel | None,
         largest_gap: LargestGap | None,
     ):
@@ -70,15 +55,14 @@ class PolicyLoss:
         Args:
             largest_gap: told of every row where these are the first log-probs of the step, to be compared
                 with the engine's; None where that has been done, or the actor has moved.
-            rows: by `id` of the micro-batch.
             reference: the reference's stage, where the exact KL needs its output weight.
         """
         self.model, self.algorithm, self.temperature = model, algorithm, temperature
-        self.sequences, self.rows, self.reference, self.largest_gap = sequences, rows, reference, largest_gap
+        self.sequences, self.reference, self.largest_gap = sequences, reference, largest_gap
 
     def __call__(self, batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Return (sum over the micro-batch's tokens of weight * loss, metrics)."""
-        terms = self.rows[id(batch)]
+        terms = batch.terms
         keep = (
             torch.arange(len(batch.targets), device=batch.targets.device)
             if terms.keep is None

@@ -24,7 +24,7 @@ from megagrpo.policy.actor import Actor, AppliedUpdate
 from megagrpo.policy.batch import MicroBatch, MicroBatchBuilder, TrainSample
 from megagrpo.policy.exchange import exchange_completions
 from megagrpo.policy.logprob_gap import LargestGap, LogprobGap, largest
-from megagrpo.policy.loss import PolicyLoss, RowTerms, SequenceTerms
+from megagrpo.policy.loss import PolicyLoss, SequenceTerms
 from megagrpo.policy.microbatches import MicroBatchPlan, PackingRules, SampleSize, plan_microbatches
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.router_load import RouterLoads
@@ -113,13 +113,13 @@ class PolicyUpdater:
         advantages, counters = self._advantages(rollouts, rewards, valid)
         mini_batches = self._mini_batches(rollouts, valid, advantages)
         ages = {key: weight_version - record.weight_version for key, record in rollouts.records.items()}
-        rows = self._rows_before_update(mini_batches, before_pass)
+        self._fill_terms(mini_batches, before_pass)
         before: dict[str, Metric] = {}
         if self.algorithm.kl_in_reward:
-            penalties, before = self._kl_penalties(mini_batches, rows)
+            penalties, before = self._kl_penalties(mini_batches)
             rewards = rewards - rollouts.matrix(penalties)
         largest_gap = LargestGap()
-        kept_tokens, rejected, mismatch = self._compare_with_engine(mini_batches, rows, ages, largest_gap)
+        kept_tokens, rejected, mismatch = self._compare_with_engine(mini_batches, ages, largest_gap)
         lengths = {key: kept_tokens.get(key, record.length) for key, record in rollouts.records.items()}
         if rejected or self.algorithm.kl_in_reward:
             valid = valid & ~rollouts.matrix(rejected, fill=0, dtype=torch.bool)
@@ -141,7 +141,7 @@ class PolicyUpdater:
                 if not applied:
                     before_pass()
                 loss = PolicyLoss(
-                    self.actor.model, self.algorithm, self.temperature, terms, rows, reference, compare
+                    self.actor.model, self.algorithm, self.temperature, terms, reference, compare
                 )
                 metrics = self._all_gather_metrics(self.actor.forward_backward(mini_batch.batches, loss))
                 if not applied:
@@ -254,49 +254,45 @@ class PolicyUpdater:
         single = self.config.update.updates_per_step == 1
         return single and not self.algorithm.config.correction.enabled and not self.algorithm.kl_in_reward
 
-    def _rows_before_update(
-        self, mini_batches: Sequence[MiniBatch], before_pass: Callable[[], None]
-    ) -> dict[int, RowTerms]:
+    def _fill_terms(self, mini_batches: Sequence[MiniBatch], before_pass: Callable[[], None]) -> None:
         """Compute what the losses need of the old policy and the reference, for all micro-batches of the
         step.
         """
         batches = [batch for mini_batch in mini_batches for batch in mini_batch.batches]
-        rows = {id(batch): RowTerms() for batch in batches}
         for batch in batches if self.groups.is_last_stage else ():
             check_logprobs("rollout_logprobs", batch.rollout_logprobs, len(batch.targets), batch.sequence_ids)
         if not batches:
-            return rows
+            return
         if self.algorithm.config.old_logprobs == "engine":
             for batch in batches:
-                rows[id(batch)].old_logprobs = batch.rollout_logprobs
+                batch.terms.old_logprobs = batch.rollout_logprobs
         elif self.algorithm.needs_old_logprobs and not self._old_equals_actor:
             before_pass()
             for batch, old in zip(
                 batches, self.actor.logprobs(batches, self.temperature), strict=self.groups.is_last_stage
             ):
-                rows[id(batch)].old_logprobs = old
+                batch.terms.old_logprobs = old
         if self.reference is not None:
             before_pass()
         if self.reference is not None and self.algorithm.needs_exact_kl:
             for batch, hidden in zip(
                 batches, self.reference.hidden_rows(batches), strict=self.groups.is_last_stage
             ):
-                rows[id(batch)].ref_hidden = hidden
+                batch.terms.ref_hidden = hidden
         elif self.reference is not None:
             for batch, logprobs in zip(
                 batches, self.reference.logprobs(batches, self.temperature), strict=self.groups.is_last_stage
             ):
-                rows[id(batch)].ref_logprobs = logprobs
-        return rows
+                batch.terms.ref_logprobs = logprobs
 
     def _kl_penalties(
-        self, mini_batches: Sequence[MiniBatch], rows: Mapping[int, RowTerms]
+        self, mini_batches: Sequence[MiniBatch]
     ) -> tuple[dict[SampleKey, float], dict[str, Metric]]:
         """Return what KL takes from each completion's reward, and its metric. Collective over all ranks."""
         mine: dict[SampleKey, float] = {}
         measured: list[Mapping[str, Metric]] = []
         for batch in self._reported_batches(mini_batches):
-            old, ref = rows[id(batch)].old_logprobs, rows[id(batch)].ref_logprobs
+            old, ref = batch.terms.old_logprobs, batch.terms.ref_logprobs
             penalty = self.algorithm.kl_penalty(old, ref, batch.sequence_ids, batch.num_sequences)
             mine |= dict(zip(batch.keys, penalty.tolist(), strict=True))
             measured.append(self.algorithm.measure_kl_penalty(old, ref))
@@ -306,7 +302,6 @@ class PolicyUpdater:
     def _compare_with_engine(
         self,
         mini_batches: Sequence[MiniBatch],
-        rows: Mapping[int, RowTerms],
         ages: Mapping[SampleKey, int],
         largest_gap: LargestGap,
     ) -> tuple[dict[SampleKey, int], dict[SampleKey, bool], dict[str, Metric]]:
@@ -330,7 +325,7 @@ class PolicyUpdater:
         for batch in (
             batch for mini_batch in mini_batches for batch in mini_batch.batches if self.groups.is_last_stage
         ):
-            terms = rows[id(batch)]
+            terms = batch.terms
             result = self.algorithm.correct(
                 terms.old_logprobs,
                 batch.rollout_logprobs,
