@@ -5,6 +5,7 @@ the command line.
 import sys
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -12,6 +13,9 @@ from megagrpo.checkpoint.convert_command import Direction
 from megagrpo.checkpoint.convert_command import convert as convert_checkpoint
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
+from megagrpo.supervision.launch import Launch
+
+LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,19 +60,26 @@ def run(
 
     Ctrl-C, SIGTERM or SIGUSR1 saves and stops; Ctrl-C twice leaves at once.
     """
+    with Launch() as launch:
+        code = _run(launch, config, overrides or [], nproc, max_restarts, dry_run)
+    if code != exit_codes.DONE:
+        raise typer.Exit(code)
+
+
+def _run(
+    launch: Launch, path: Path, overrides: list[str], nproc: int | None, max_restarts: int, dry_run: bool
+) -> int:
+    """Check the configuration, then start the ranks and wait for them; return the exit code."""
     from megagrpo.planning.preflight import prepare_run
 
-    resolved, num_ranks = prepare_run(config, overrides or [], nproc)
+    config, num_ranks = prepare_run(path, overrides, nproc)
     if dry_run:
         from megagrpo.planning.dry_run import print_dry_run
 
-        print_dry_run(resolved, num_ranks)
-        return
-    from megagrpo.supervision.launch import run_ranks
-
-    code = run_ranks([str(config), *(overrides or [])], num_ranks, max_restarts)
-    if code != exit_codes.DONE:
-        raise typer.Exit(code)
+        print_dry_run(config, num_ranks)
+        return exit_codes.DONE
+    engines_are_local = {urlsplit(each).hostname for each in config.engine.addresses} <= LOOPBACK_NAMES
+    return launch.run([str(path), *overrides], num_ranks, max_restarts, engines_are_local=engines_are_local)
 
 
 @app.command()

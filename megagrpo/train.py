@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
+from megagrpo.supervision.signals import end_with_launcher
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The codes are those of `supervision/exit_codes.py`. A run that fails on the way leaves from here and does
     not return: threads of collectives that lost their peers could keep the process from ending.
     """
+    if "RANK" in os.environ:
+        end_with_launcher()
     options = parse_arguments(arguments)
     try:
         _run(options)

@@ -1,116 +1,189 @@
-"""Starts the ranks of this machine with torchrun's own agent, and says in plain lines how they ended.
+"""Starts the ranks of this machine, passes signals on to them, and says in plain lines how they ended. No
+torch at import.
 
-torchrun as a command would answer a SIGTERM with a traceback of its own and exit code 1 though every rank has
-saved and left with 0, would die of a SIGUSR1, and would kill ranks that are still saving. Here the signals go
-to the ranks, which decide.
+The ranks meet in a store that this process holds on the loopback: it outlives them, and nobody else's machine
+reaches it. Nothing of ours is ever written there as a pickle, which torchrun's rendezvous would execute.
 """
 
-import logging
 import os
 import signal
+import subprocess
 import sys
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
-import psutil
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 from megagrpo.supervision import exit_codes
+from megagrpo.supervision.signals import LAUNCHER_PID, stop_signals
 
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-FINAL = (exit_codes.USER_ERROR, exit_codes.INTERRUPTED)  # no restart after these
+LOOPBACK = "127.0.0.1"
+_STORE_SECONDS = 300.0  # that a request to the store may take
+_POLL_SECONDS = 0.05
+# between SIGTERM and SIGKILL for what is left after a failure: a rank that can still save may do so
+_END_SECONDS = 30.0
+_FINAL = (exit_codes.USER_ERROR, exit_codes.INTERRUPTED)  # no restart after these
 
 
-class _Agent(LocalElasticAgent):
-    """torchrun's agent, which does not restart ranks that the user has ended, or whose mistake they would
-    only meet again.
+@dataclass(frozen=True)
+class Ended:
+    """One rank's end."""
+
+    rank: int
+    pid: int
+    code: int  # negative: the signal that ended it
+
+
+class Launch:
+    """The ranks of this machine. A signal is never lost: while no rank exists it ends the launch, afterwards
+    the ranks get it.
+
+    A context manager, for the main thread: enter it before anything slow is imported.
     """
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
-        if any(failure.exitcode in FINAL for failure in result.failures.values()):
-            self._remaining_restarts = 0
-        return result
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None  # the first signal that came
+        self._ranks: list[subprocess.Popen[bytes]] | None = None  # None: not asked for yet
+        self._is_complete = False  # all of them are there
+        self._pending: list[int] = []  # came while they were started
 
+    def __enter__(self) -> "Launch":
+        self._before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
+        return self
 
-def run_ranks(
-    arguments: Sequence[str], num_ranks: int, max_restarts: int = 0, module: str = "megagrpo.train"
-) -> int:
-    """Run `python -m module` with `arguments` on `num_ranks` processes; return the exit code. Main thread
-    only.
-
-    They meet on the loopback at a port that the system picks while the store opens it, so nothing can take it
-    between.
-    """
-    rendezvous = get_rendezvous_handler(
-        RendezvousParameters(
-            "c10d", "127.0.0.1:0", uuid.uuid4().hex, min_nodes=1, max_nodes=1, local_addr="127.0.0.1"
-        )
-    )
-    spec = WorkerSpec(
-        role="default",
-        local_world_size=num_ranks,
-        rdzv_handler=rendezvous,
-        entrypoint=sys.executable,
-        args=("-m", module, *arguments),
-        max_restarts=max_restarts,
-        local_addr="127.0.0.1",
-    )
-    # the agent's own; those of FORWARDED are ours
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT,SIGHUP"
-    _quiet_agent()
-    try:
-        with _signals_go_to_ranks():
-            result = _Agent(spec, DefaultLogsSpecs()).run()
-    finally:
-        rendezvous.shutdown()
-    return explain(list(result.failures.items())) if result.is_failed() else exit_codes.DONE
-
-
-def _quiet_agent() -> None:
-    """Silence what the agent logs when ranks end; `explain` says it once."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-@contextmanager
-def _signals_go_to_ranks() -> Iterator[None]:
-    """Send each signal on to the ranks, whose thread for signals counts a second Ctrl-C itself."""
-
-    def forward(number: int, _frame: object) -> None:
-        for rank_process in psutil.Process().children():
-            os.kill(rank_process.pid, number)
-
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def run(
+        self,
+        arguments: Sequence[str],
+        num_ranks: int,
+        max_restarts: int = 0,
+        module: str = "megagrpo.train",
+        engines_are_local: bool = True,
+    ) -> int:
+        """Run `python -m module` with `arguments` on `num_ranks` processes; return the exit code.
 
-def explain(failures: list[tuple[int, ProcessFailure]]) -> int:
-    """Name the ranks that a signal ended, which they can't do themselves, and return the exit code of the
-    rank that failed first.
+        Args:
+            max_restarts: how often all ranks are started again after a failure that is no mistake of the
+                user's, and that no signal asked for.
+            engines_are_local: nothing that the ranks talk to is on another machine.
+        """
+        from megagrpo.wire.transfer_group import hold_store
 
-    The agent ends what is left after the first failure, by SIGTERM and then by SIGKILL: those are no causes.
-    """
-    causes = [(rank, failure) for rank, failure in failures if failure.exitcode != exit_codes.PEER_FAILED]
-    for rank, failure in causes:
-        if failure.exitcode < 0:
-            hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
+        store, port = hold_store(LOOPBACK, _STORE_SECONDS)
+        environment = {**os.environ, **rendezvous_environment(port, num_ranks, engines_are_local)}
+        for attempt in range(max_restarts + 1):
+            environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+            self._start([sys.executable, "-m", module, *arguments], num_ranks, environment)
+            ended = self._wait()
+            code = explain(ended, self.asked)
+            is_final = code == exit_codes.DONE or self.asked or any(each.code in _FINAL for each in ended)
+            if is_final or attempt == max_restarts:
+                break
             print(
-                f"rank {rank} (pid {failure.pid}) was ended by {failure.signal_name()}{hint}",
+                f"all ranks are started again from the newest checkpoint ({attempt + 1} of {max_restarts})",
                 file=sys.stderr,
                 flush=True,
             )
-    codes = [failure.exitcode for _, failure in causes] or [exit_codes.PEER_FAILED]
+        del store  # it lived until here
+        return code
+
+    def _start(self, command: list[str], num_ranks: int, environment: Mapping[str, str]) -> None:
+        self._ranks, self._is_complete = [], False
+        for rank in range(num_ranks):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # a session of its own: the terminal's Ctrl-C comes from here alone, once
+            self._ranks.append(
+                subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True)
+            )
+        self._is_complete = True
+        pending, self._pending = self._pending, []
+        for number in pending:
+            self._pass_on(number)
+
+    def _wait(self) -> list[Ended]:
+        """Wait for all ranks; after the first one that fails the others are asked to end, then killed."""
+        ranks = self._ranks or []
+        failed_at: float | None = None
+        while any(each.poll() is None for each in ranks):
+            if failed_at is None and any(each.returncode for each in ranks):
+                failed_at = time.monotonic()
+                self._pass_on(signal.SIGTERM)
+            elif failed_at is not None and time.monotonic() - failed_at > _END_SECONDS:
+                self._pass_on(signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+        return [Ended(rank, each.pid, each.returncode) for rank, each in enumerate(ranks)]
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self.asked = self.asked or signal.Signals(number)
+        if self._ranks is None:
+            leave_without_ranks(self.asked)
+        elif not self._is_complete:
+            self._pending.append(number)
+        else:
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        for each in self._ranks or []:
+            if each.returncode is None:
+                each.send_signal(number)
+
+
+def leave_without_ranks(number: signal.Signals) -> NoReturn:
+    """End a launch that was asked to stop before it had ranks."""
+    print(f"stopped by {number.name} before the ranks were started", file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
+
+def rendezvous_environment(port: int, num_ranks: int, engines_are_local: bool) -> dict[str, str]:
+    """Return what the ranks of one machine need to meet, on the loopback alone.
+
+    gloo and NCCL otherwise listen on the address that the host's name has, or on the first interface. NCCL is
+    left alone where engines are elsewhere: its groups with them use the same setting.
+    """
+    ranks = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        LAUNCHER_PID: str(os.getpid()),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's word for: the launcher holds the store
+    }
+    interface = "lo" if sys.platform == "linux" else "lo0"
+    names = ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if engines_are_local else ()))
+    return ranks | {name: os.environ.get(name, interface) for name in names}
+
+
+def explain(ended: Sequence[Ended], asked: signal.Signals | None = None) -> int:
+    """Name the ranks that a signal ended, which they can't do themselves, and return the exit code of the
+    rank that failed first.
+
+    What the launcher ends after the first failure, by SIGTERM and then by SIGKILL, is no cause.
+
+    Args:
+        asked: the signal that the launcher was sent, if any; a rank that it ended was not training.
+    """
+    failures = [each for each in ended if each.code]
+    if not failures:
+        return exit_codes.DONE
+    causes = [each for each in failures if each.code != exit_codes.PEER_FAILED]
+    codes = [each.code for each in causes] or [exit_codes.PEER_FAILED]
+    if asked is not None and all(code in (-asked, -signal.SIGTERM, 128 + asked) for code in codes):
+        if 128 + asked not in codes:
+            print(
+                f"stopped by {asked.name} while the ranks were not training: nothing was to be saved",
+                file=sys.stderr,
+                flush=True,
+            )
+        return 128 + asked
+    has_own = any(code > 0 for code in codes)
+    for each in causes:
+        # after a rank that could say why itself, SIGTERM is the launcher's
+        if each.code < 0 and not (has_own and each.code == -signal.SIGTERM):
+            hint = " (out of memory?)" if each.code == -signal.SIGKILL else ""
+            name = signal.Signals(-each.code).name
+            print(f"rank {each.rank} (pid {each.pid}) was ended by {name}{hint}", file=sys.stderr, flush=True)
     code = max(codes)  # a rank that had the time to say why before those that a signal ended
     return code if code > 0 else 128 - code

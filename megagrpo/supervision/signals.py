@@ -1,15 +1,41 @@
-"""Signals reach a thread of ours at once, also while the main thread is inside a collective."""
+"""Signals reach a thread of ours at once, also while the main thread is inside a collective. No torch."""
 
+import ctypes
 import os
 import select
 import signal
+import sys
 
 # the launcher's or Slurm's, Slurm's --signal, Ctrl-C
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+LAUNCHER_PID = "MEGAGRPO_LAUNCHER_PID"  # environment variable of the ranks
+_PR_SET_PDEATHSIG = 1
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return what asks this process to save and stop: STOP_SIGNALS, and the end of its terminal unless
+    nohup has asked to outlive that.
+    """
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return STOP_SIGNALS if outlives else (*STOP_SIGNALS, signal.SIGHUP)
+
+
+def end_with_launcher() -> None:
+    """Let this rank end with its launcher, and by every signal at once, until `SignalPipe` takes over.
+
+    To be called first: a rank that is being started has nothing to save, and while it waits in native code
+    for others that will never come no handler of Python's would run.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGTERM)  # it ended before that
 
 
 class SignalPipe:
-    """Receives STOP_SIGNALS of this process and hands them to whoever waits.
+    """Receives `stop_signals` of this process and hands them to whoever waits.
 
     A Python handler runs only when the main thread is back in Python, which a hanging collective never is.
     The C half of a handler writes the signal's number to a descriptor right away: that is what `wait` reads.
@@ -21,14 +47,14 @@ class SignalPipe:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+        self._before = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
 
     def wait(self, seconds: float) -> list[signal.Signals]:
         """Return the signals that came, after at most `seconds`."""
         ready, _, _ = select.select([self._read], [], [], seconds)
         if not ready:
             return []
-        return [signal.Signals(number) for number in os.read(self._read, 64) if number in STOP_SIGNALS]
+        return [signal.Signals(number) for number in os.read(self._read, 64) if number in self._before]
 
     def close(self) -> None:
         """Put the handlers back; main thread only. Nobody may be in `wait`."""

@@ -41,8 +41,9 @@ class Supervisor:
         self.step: int | None = None  # that runs now
         # asked to save and leave, this rank or another: the signal's name, or why
         self.stop_reason: str | None = None
-        # called again and again from then on, by the watching thread
-        self.while_stopping: Callable[[], None] = lambda: None
+        # called again and again from then on, by the watching thread. Whoever trains takes it over; until
+        # then there is nothing to save
+        self.while_stopping: Callable[[], None] = self._leave_before_training
         self.budgets = PhaseBudgets(watchdog)
         # innermost last, each with its start
         self._phases: list[tuple[str, float]] = [(BETWEEN, time.monotonic())]
@@ -166,9 +167,10 @@ class Supervisor:
 
     def _watch(self) -> None:
         while not self._done.is_set():
-            for number in self._signals.wait(POLL_SECONDS):
+            signals = self._signals.wait(POLL_SECONDS)
+            self._look_for_the_launcher()  # its end comes as a signal too
+            for number in signals:
                 self._on_signal(number)
-            self._look_for_the_launcher()
             board = self._board
             try:
                 if board is not None:
@@ -199,6 +201,22 @@ class Supervisor:
         )
         if self._board is not None and self._board.claim(failure):
             tell(self.run_dir, failure)
+
+    def _leave_before_training(self) -> None:
+        """Leave at once: what starts may wait for minutes, and the same command starts it again."""
+        reason = self.stop_reason or ""
+        failure = Failure(
+            self.rank, self._phases[-1][0], None, f"stopped by {reason} before training began", kind="user"
+        )
+        board = self._board
+        try:
+            is_first = self.rank == 0 if board is None else board.claim(failure)
+        except RuntimeError:  # the store is gone
+            is_first = self.rank == 0
+        if is_first:
+            tell(self.run_dir, failure)
+        number = getattr(signal, reason, signal.SIGTERM)
+        leave_now(128 + number)
 
     def _ask_to_stop(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason

@@ -17,8 +17,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LAUNCHER_SECONDS = 280.0  # with starts that import everything
 RUN = (
-    "import sys; from megagrpo.supervision.launch import run_ranks; sys.exit(run_ranks(sys.argv[2:], "
-    "int(sys.argv[1]), 1, 'entry'))"
+    "import sys; from megagrpo.supervision.launch import Launch\n"
+    "with Launch() as launch: sys.exit(launch.run(sys.argv[2:], int(sys.argv[1]), 1, 'entry'))"
 )
 LAUNCHERS = {
     "megagrpo run": lambda ranks: ["-c", RUN, str(ranks)],

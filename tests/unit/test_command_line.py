@@ -36,7 +36,7 @@ def call(monkeypatch, *arguments, leaves_with=exit_codes.DONE):
     launched = []
     monkeypatch.setattr(sys, "argv", ["megagrpo", *map(str, arguments)])
     monkeypatch.setattr(
-        "megagrpo.supervision.launch.run_ranks", lambda *launch: launched.append(launch) or leaves_with
+        cli.Launch, "run", lambda _, *launch, **options: launched.append(launch) or leaves_with
     )
     monkeypatch.setattr("megagrpo.device.launch.set_thread_environment", lambda ranks: launched.append(ranks))
     with pytest.raises(SystemExit) as left:
