@@ -8,6 +8,8 @@ import sys
 
 # the launcher's or Slurm's, Slurm's --signal, Ctrl-C
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# what the kernel sends a rank whose launcher has ended; one that nobody else sends, and that ends a process
+LAUNCHER_ENDED = signal.SIGRTMIN if sys.platform == "linux" else None
 LAUNCHER_PID = "MEGAGRPO_LAUNCHER_PID"  # environment variable of the ranks
 _PR_SET_PDEATHSIG = 1
 
@@ -28,14 +30,14 @@ def end_with_launcher() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if LAUNCHER_ENDED is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, LAUNCHER_ENDED)
     if os.getppid() != launcher:
         os.kill(os.getpid(), signal.SIGTERM)  # it ended before that
 
 
 class SignalPipe:
-    """Receives `stop_signals` of this process and hands them to whoever waits.
+    """Receives `stop_signals` and LAUNCHER_ENDED of this process and hands them to whoever waits.
 
     A Python handler runs only when the main thread is back in Python, which a hanging collective never is.
     The C half of a handler writes the signal's number to a descriptor right away: that is what `wait` reads.
@@ -47,7 +49,8 @@ class SignalPipe:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
+        numbers = (*stop_signals(), *((LAUNCHER_ENDED,) if LAUNCHER_ENDED is not None else ()))
+        self._before = {number: signal.signal(number, lambda *_: None) for number in numbers}
 
     def wait(self, seconds: float) -> list[signal.Signals]:
         """Return the signals that came, after at most `seconds`."""

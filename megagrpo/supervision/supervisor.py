@@ -17,7 +17,7 @@ from megagrpo.supervision import exit_codes
 from megagrpo.supervision.board import Board
 from megagrpo.supervision.failure import Failure, build_failure, is_echo
 from megagrpo.supervision.processes import Siblings, dump_stacks, leave_now
-from megagrpo.supervision.signals import SignalPipe
+from megagrpo.supervision.signals import LAUNCHER_ENDED, SignalPipe
 from megagrpo.supervision.telling import keep, note_for_launcher, tell, tell_stall
 from megagrpo.supervision.watchdog import PhaseBudgets
 
@@ -167,10 +167,9 @@ class Supervisor:
 
     def _watch(self) -> None:
         while not self._done.is_set():
-            signals = self._signals.wait(POLL_SECONDS)
-            self._look_for_the_launcher()  # its end comes as a signal too
-            for number in signals:
+            for number in self._signals.wait(POLL_SECONDS):
                 self._on_signal(number)
+            self._look_for_the_launcher()
             board = self._board
             try:
                 if board is not None:
@@ -183,10 +182,16 @@ class Supervisor:
     def _look_for_the_launcher(self) -> None:
         """Without its launcher the run is nobody's any more, and the store is gone: save and stop."""
         if self._board is not None and "RANK" in os.environ and os.getppid() != self._parent:
-            self._board = None
-            self._ask_to_stop("the launcher's end")
+            self._leave_the_launcher()
+
+    def _leave_the_launcher(self) -> None:
+        self._board = None
+        self._ask_to_stop("the launcher's end")
 
     def _on_signal(self, number: signal.Signals) -> None:
+        if number == LAUNCHER_ENDED:
+            self._leave_the_launcher()
+            return
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:

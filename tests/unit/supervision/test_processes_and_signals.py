@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megagrpo.supervision.board import Board
 from megagrpo.supervision.processes import Siblings, dump_stacks
-from megagrpo.supervision.signals import STOP_SIGNALS, SignalPipe
+from megagrpo.supervision.signals import LAUNCHER_ENDED, STOP_SIGNALS, SignalPipe
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(100)"]
 
@@ -23,7 +23,7 @@ def test_signals_reach_the_waiting_thread_and_handlers_come_back():
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     pipe = SignalPipe()
     try:
-        for number in STOP_SIGNALS:
+        for number in (*STOP_SIGNALS, signal.SIGHUP, LAUNCHER_ENDED):
             os.kill(os.getpid(), number)
             assert pipe.wait(10) == [number]
         assert pipe.wait(0) == []
