@@ -2,7 +2,7 @@
 registers itself.
 """
 
-import pickle
+import json
 import random
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from megagrpo.errors import UserError
+
 FOLDER = "carried"
 
 
 class Carried(Protocol):
-    """State that every rank has its own part of."""
+    """State that every rank has its own part of, in a format whose reading runs nothing: JSON, no pickle."""
 
     def state(self) -> bytes:
         """Return this rank's part at the end of a step."""
@@ -37,24 +39,35 @@ class RandomStates:
         self.rank = rank
 
     def state(self) -> bytes:
-        """Return the state of Python's, NumPy's and torch's generators."""
+        """Return the state of Python's, NumPy's and torch's generators, as JSON."""
+        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         states: dict[str, Any] = {
             "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
+            "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+            "torch": _to_hex(torch.get_rng_state()),
         }
         if torch.cuda.is_available():
-            states["cuda"] = torch.cuda.get_rng_state()
-        return pickle.dumps(states)
+            states["cuda"] = _to_hex(torch.cuda.get_rng_state())
+        return json.dumps(states).encode()
 
     def load_state(self, parts: list[bytes]) -> None:
         """Restore them."""
-        states = pickle.loads(parts[self.rank % len(parts)])
-        random.setstate(states["python"])
-        np.random.set_state(states["numpy"])
-        torch.set_rng_state(states["torch"])
+        states = json.loads(parts[self.rank % len(parts)])
+        version, numbers, gauss = states["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(_from_hex(states["torch"]))
         if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
+            torch.cuda.set_rng_state(_from_hex(states["cuda"]))
+
+
+def _to_hex(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _from_hex(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def pack(carried: dict[str, Carried], rank: int) -> dict[str, bytes]:
@@ -65,8 +78,16 @@ def pack(carried: dict[str, Carried], rank: int) -> dict[str, bytes]:
 def unpack(folder: Path, carried: dict[str, Carried]) -> None:
     """Hand the parts of a checkpoint out. What the checkpoint does not have (it was saved without) keeps
     its start.
+
+    Raises:
+        UserError: a part is not what its owner writes.
     """
     for name, each in carried.items():
         parts = [path.read_bytes() for path in sorted((folder / FOLDER).glob(f"{name}.*"))]
-        if parts:
+        if not parts:
+            continue
+        try:
             each.load_state(parts)
+        except (ValueError, TypeError, LookupError, RuntimeError) as error:  # RecursionError too
+            cause = f"{type(error).__name__}: {error}"
+            raise UserError(f"{folder / FOLDER}/{name}.*: not what a save writes: {cause}") from error

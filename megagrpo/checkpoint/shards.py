@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megagrpo.checkpoint.optimizer_state import OwnedOptimizerState
 from megagrpo.checkpoint.staging import Staging
 from megagrpo.device.device import megatron_region
+from megagrpo.models.restricted_pickles import reading_checkpoint
 from megagrpo.models.stage import StageModel
 from megagrpo.policy.actor import Actor
 
@@ -140,7 +141,7 @@ def load_shards(folder: Path, actor: Actor, reference: StageModel | None = None)
     )
     metadata = dict(SHARDING)
     optimizers = owned_optimizers(actor)
-    with megatron_region(), contextlib.ExitStack() as stack:
+    with megatron_region(), reading_checkpoint(folder), contextlib.ExitStack() as stack:
         for each in optimizers:
             stack.enter_context(each.in_place_of_zeros())
         model = actor.model.sharded_state_dict(metadata=metadata)

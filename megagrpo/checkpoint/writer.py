@@ -12,12 +12,11 @@ is in this process.
 import contextlib
 import json
 import os
-import pickle
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megagrpo.checkpoint.checksummed_file import ChecksummedFile, FileContents, write_file
@@ -90,9 +90,7 @@ class ShardWriter:
             self.outcome.files += [
                 write_file(self.folder, name, contents) for name, contents in self.own_files.items()
             ]
-            (self.folder / _NOTES.format(rank=dist.get_rank())).write_bytes(
-                pickle.dumps((self.outcome.results, self.outcome.files))
-            )
+            (self.folder / _NOTES.format(rank=dist.get_rank())).write_text(_format_note(self.outcome))
         except Exception as error:  # whatever happens in a thread is told by problems(), on all ranks
             self.outcome.error = f"{type(error).__name__}: {error}"
         self.outcome.seconds = time.perf_counter() - started
@@ -125,7 +123,7 @@ class ShardWriter:
         rank only; all must be done.
         """
         notes = [self.folder / _NOTES.format(rank=rank) for rank in range(dist.get_world_size())]
-        parts = [pickle.loads(path.read_bytes()) for path in notes]
+        parts = [_read_note(path.read_text()) for path in notes]
         FileSystemWriter(self.folder).finish(self.plan.metadata, [results for results, _ in parts])
         for path in notes:
             path.unlink()
@@ -134,6 +132,30 @@ class ShardWriter:
             write_file(self.folder, CONFIG_FNAME, json.dumps(self.plan.strategy).encode()),
         ]
         return own + [record for _, files in parts for record in files]
+
+
+def _format_note(outcome: WriteOutcome) -> str:
+    """Return what `_read_note` reads: where each shard is, and the files."""
+    shards = [
+        [
+            each.index.fqn,
+            each.index.offset,
+            each.index.index,
+            each.size_in_bytes,
+            *astuple(each.storage_data)[:3],
+        ]
+        for each in outcome.results
+    ]
+    return json.dumps({"shards": shards, "files": [astuple(each) for each in outcome.files]})
+
+
+def _read_note(text: str) -> tuple[list[WriteResult], list[FileRecord]]:
+    note = json.loads(text)
+    results = []
+    for name, offset, number, length, file_name, start in note["shards"]:
+        index = MetadataIndex(name, None if offset is None else torch.Size(offset), number)
+        results.append(WriteResult(index, length, _StorageInfo(file_name, start, length)))
+    return results, [FileRecord(*each) for each in note["files"]]
 
 
 def yield_to_training() -> None:

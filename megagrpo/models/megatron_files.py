@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megagrpo.device.device import megatron_region
 from megagrpo.errors import UserError
 from megagrpo.models.hf_files import TOKENIZER_PATTERNS
+from megagrpo.models.restricted_pickles import reading_checkpoint
 
 if TYPE_CHECKING:
     from megagrpo.models.stage import StageModel
@@ -42,11 +43,11 @@ def load_megatron_model(model: "StageModel", folder: Path) -> None:
     Raises:
         UserError: the checkpoint is of another model, or damaged.
     """
-    with megatron_region():
+    with megatron_region(), reading_checkpoint(folder):
         try:
             state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
         except Exception as error:
-            # Megatron, torch.distributed.checkpoint and pickle raise a dozen types by what is wrong
+            # Megatron and torch.distributed.checkpoint raise a dozen types by what is wrong
             cause = " ".join(str(error).split())[:300]
             raise UserError(
                 f"{folder}: not a checkpoint of this model, or damaged: {type(error).__name__}: {cause}"
