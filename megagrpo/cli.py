@@ -1,5 +1,5 @@
-"""The `megagrpo` command: run, doctor, report, convert. Torch is imported by what a command starts, not by
-the command line.
+"""The `megagrpo` command: run, check-extension, doctor, report, convert. Torch is imported by what a command
+starts, not by the command line.
 """
 
 import sys
@@ -80,6 +80,27 @@ def _run(
         return exit_codes.DONE
     engines_are_local = {urlsplit(each).hostname for each in config.engine.addresses} <= LOOPBACK_NAMES
     return launch.run([str(path), *overrides], num_ranks, max_restarts, engines_are_local=engines_are_local)
+
+
+@app.command()
+def check_extension(
+    place: Annotated[str, typer.Argument(help="FILE.py:name or package.module:name")],
+    contract: Annotated[
+        str | None, typer.Option(help="the one contract to try, as 'loss'; default: all")
+    ] = None,
+) -> None:
+    """Try a part of your own (reward, loss, advantage estimator, model family, engine, metrics writer, data
+    source, evaluation metric): which contract it meets, and where it fails.
+    """
+    from megagrpo.planning.contract_suites import SUITES
+    from megagrpo.planning.extensions import check_extension as check
+
+    if contract is not None and contract not in SUITES:
+        raise UserError(f"--contract {contract!r}: must be one of {', '.join(SUITES)}")
+    lines, is_met = check(place, contract)
+    print("\n".join(lines))
+    if not is_met:
+        raise typer.Exit(exit_codes.USER_ERROR)
 
 
 @app.command()

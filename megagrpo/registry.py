@@ -201,7 +201,8 @@ def require_call(function: Any, parameters: Sequence[str], options: Iterable[str
     try:
         signature.bind(*parameters, **dict.fromkeys(options))
     except TypeError as error:
-        raise UserError(f"it is called with {wanted} and takes {signature}: {error}") from error
+        takes = f"({', '.join(signature.parameters)})"
+        raise UserError(f"it is called with {wanted} and takes {takes}: {error}") from error
 
 
 def require_methods(part: type, methods: Mapping[str, Sequence[str]]) -> None:

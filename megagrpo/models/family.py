@@ -8,7 +8,7 @@ from typing import Any
 
 from megagrpo.errors import UserError
 from megagrpo.models.rules import ParameterRule
-from megagrpo.registry import Registry
+from megagrpo.registry import Registry, require_methods
 
 # Fields of a config.json that do not change the forward pass in training.
 NEUTRAL_FIELDS = {
@@ -88,7 +88,20 @@ class ModelFamily(ABC):
         return []
 
 
-FAMILIES: Registry[ModelFamily] = Registry("model family")
+def _read_family(attribute: Any) -> ModelFamily:
+    if isinstance(attribute, ModelFamily):
+        return attribute
+    if not (isinstance(attribute, type) and issubclass(attribute, ModelFamily)):
+        raise UserError("it derives from no ModelFamily (megagrpo/models/family.py)")
+    require_methods(
+        attribute, {"transformer_config_fields": ["hf"], "parameter_rules": ["hf"], "check": ["raw"]}
+    )
+    if missing := sorted(attribute.__abstractmethods__):
+        raise UserError(f"class {attribute.__name__} lacks {', '.join(f'{name}()' for name in missing)}")
+    return attribute()
+
+
+FAMILIES: Registry[ModelFamily] = Registry("model family", _read_family)
 
 
 def shared_rules(hf: HFConfig) -> list[ParameterRule]:
