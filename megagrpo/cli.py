@@ -14,6 +14,7 @@ from megagrpo.checkpoint.convert_command import convert as convert_checkpoint
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.launch import Launch
+from megagrpo.supervision.run_folder import make_run_folder
 
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 
@@ -78,6 +79,7 @@ def _run(
 
         print_dry_run(config, num_ranks)
         return exit_codes.DONE
+    make_run_folder(Path(config.run.dir))
     engines_are_local = {urlsplit(each).hostname for each in config.engine.addresses} <= LOOPBACK_NAMES
     return launch.run([str(path), *overrides], num_ranks, max_restarts, engines_are_local=engines_are_local)
 

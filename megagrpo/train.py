@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
+from megagrpo.supervision.run_folder import make_run_folder
 from megagrpo.supervision.signals import end_with_launcher
+from megagrpo.supervision.telling import note_for_launcher
 
 if TYPE_CHECKING:
     import torch
@@ -50,9 +52,11 @@ def tell(error: UserError) -> None:
     its own name.
     """
     if rank() == 0:
+        note_for_launcher(str(error))
         print(error, file=sys.stderr, flush=True)
         return
     time.sleep(GRACE_SECONDS)
+    note_for_launcher(str(error))
     print(
         "\n".join(f"rank {rank()}: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True
     )
@@ -108,6 +112,7 @@ def _run(options: argparse.Namespace) -> None:
         if rank() == 0:
             print_dry_run(config, num_ranks)
         return
+    make_run_folder(Path(config.run.dir))
     from megagrpo.device import device
 
     rank_device = device.setup()  # before anything imports megatron.core

@@ -27,10 +27,10 @@ def keep(run_dir: Path, failure: Failure) -> None:
 def tell(run_dir: Path, failure: Failure) -> None:
     """Print the first failure of all ranks."""
     text = failure.describe()
-    if failure.kind != "user":
+    if failure.kind != "user" and (run_dir / "errors").is_dir():
         text += f"\nevery rank's end: {run_dir / 'errors'}"
     print(text, file=sys.stderr, flush=True)
-    note_for_launcher(failure.describe().splitlines()[0])
+    note_for_launcher(text if failure.kind == "user" else text.splitlines()[0])
 
 
 def tell_stall(run_dir: Path, failure: Failure, silent: Sequence[int]) -> None:
@@ -44,7 +44,9 @@ def tell_stall(run_dir: Path, failure: Failure, silent: Sequence[int]) -> None:
 
 
 def note_for_launcher(text: str) -> None:
-    """Leave one line for the launcher's own report, which otherwise advises to turn tracebacks on."""
+    """Leave the cause for torchrun's own report, which comes last on the screen and otherwise advises to turn
+    tracebacks on.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}

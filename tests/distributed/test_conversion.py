@@ -11,6 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from planted_pickles import KINDS
+
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -80,3 +84,16 @@ def test_a_target_that_exists_is_refused_in_one_line(tmp_path):
     assert done.returncode == 2 and done.stderr.strip().endswith(
         "not a Megatron checkpoint (no .metadata and hf_files/ in it)"
     )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", [".metadata", "common.pt", "a shard"])
+def test_what_is_planted_in_a_checkpoint_does_not_run(tmp_path, kind):
+    """Each file that is a pickle. `tests/faults` plants them in a run's own checkpoints."""
+    checkpoint, trace = tmp_path / "checkpoint", tmp_path / "ran"
+    assert tool("convert_hf_to_megatron", "examples/quickstart/model", checkpoint).returncode == 0
+    KINDS[kind](checkpoint, trace)
+    done = tool("convert_megatron_to_hf", checkpoint, tmp_path / "hf")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert str(checkpoint) in done.stderr and "mkdir" in done.stderr
+    assert not trace.exists() and not (tmp_path / "hf").exists()

@@ -145,3 +145,20 @@ def test_an_unsupported_precision_says_what_is_missing(tmp_path):
     code, output = start("precision.recipe=fp8_delayed", "parallel.tp=1", f"run.dir={tmp_path / 'run'}")
     assert code == 2
     one_line(output, "precision.recipe", "fp8_delayed", "CUDA")
+
+
+def test_torchrun_ends_with_the_mistake(tmp_path):
+    """The launcher's own traceback comes before it, and nothing but a rule after it."""
+    code, output = start("parallel.tp=2", "parallel.pp=2", f"run.dir={tmp_path / 'run'}", ranks=2)
+    assert code != 0
+    last = [line for line in output.splitlines() if line.strip("= ")][-1]
+    assert "2 ranks are not a multiple of" in last, output
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line_before_the_launch():
+    command = [sys.executable, "-m", "megagrpo.cli", "run", "examples/quickstart/quickstart.yaml"]
+    done = subprocess.run(
+        [*command, "run.dir=/proc/foo"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert done.stderr.startswith("run.dir: /proc/foo: can't be written to: ")
