@@ -8,6 +8,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from megagrpo.config.near_names import GENERIC, known_elsewhere
 from megagrpo.registry import suggestion
 
 Location = tuple[str | int, ...]
@@ -96,8 +97,11 @@ def _hint(location: Location, root: type[BaseModel]) -> str:
     """
     *parents, name = (str(part) for part in location)
     fields = list(_model_at(location[:-1], root).model_fields)
-    near = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
-    elsewhere = [path for path in field_paths(root) if path.rsplit(".", 1)[-1] == name]
+    if known := known_elsewhere(".".join(map(str, location))):
+        return f"; {known}"
+    # two short names are near by chance: three letters of four must agree
+    near = difflib.get_close_matches(name, fields, n=1, cutoff=0.6 if len(name) > 4 else 0.75)
+    elsewhere = [path for path in field_paths(root) if path.rsplit(".", 1)[-1] == name not in GENERIC]
     if near and (not elsewhere or difflib.SequenceMatcher(None, name, near[0]).ratio() >= 0.8):
         return f"; did you mean {near[0]}?"
     if elsewhere:
