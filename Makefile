@@ -35,10 +35,6 @@ $(REHEARSAL)/.installed: docker/rehearsal.txt | $(VENV)/.installed
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) --requirement $<
 	@touch $@
 
-$(VENV)/.installed-rewards: $(VENV)/.installed
-	@$(PIP_INSTALL) --editable ".[rewards]"
-	@touch $@
-
 quickstart: $(VENV)/.installed
 	$(BIN)/megagrpo run examples/quickstart/quickstart.yaml --nproc 2
 	$(BIN)/megagrpo run examples/quickstart/quickstart_pp2.yaml --nproc 2
@@ -51,15 +47,7 @@ smollm2: $(VENV)/.installed $(SMOLLM2)
 	$(BIN)/megagrpo run examples/smollm2_arithmetic/smollm2_arithmetic.yaml --nproc 2
 	@echo "results: runs/smollm2_arithmetic   (summary.json, metrics.jsonl, completions/, tensorboard/, hf/)"
 
-gsm8k: # Transformer Engine's Python files alone, in a folder of their own: in site-packages, without the compiled parts,
-# they break megatron.core. tests/rehearsal runs the GPU path on them.
-REHEARSAL := $(VENV)/rehearsal/transformer_engine_python
-
-$(REHEARSAL)/.installed: docker/rehearsal.txt | $(VENV)/.installed
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) --requirement $<
-	@touch $@
-
-$(VENV)/.installed-rewards $(SMOLLM2)
+gsm8k: $(VENV)/.installed $(SMOLLM2)
 	$(BIN)/megagrpo run examples/gsm8k/gsm8k.yaml --nproc 2
 
 # Each rollout engine that is a server has a Python environment of its own, which engine.python finds under .engines.

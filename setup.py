@@ -10,10 +10,9 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megagrpo/__init__.py").read_text()).group(1)
 
-REWARDS = ["math-verify==0.9.0"]
 REPORT = ["plotly>=5"]
 LINT = ["ruff>=0.6", "mypy>=1.11"]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-cov>=5", "hypothesis>=6.100", *LINT, *REWARDS, *REPORT]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-cov>=5", "hypothesis>=6.100", *LINT, *REPORT]
 
 setup(
     name="megagrpo",
@@ -29,6 +28,7 @@ setup(
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
         "transformers>=5.16,<5.20",
+        "math-verify==0.9.0",  # reward `math`; exactly: another version judges answers differently
         "httpx2>=2",  # the HTTP client of transformers' own hub client
         "psutil>=5.9",  # megatron-core's checkpoint writer needs it and does not say so
         "safetensors>=0.5",
@@ -41,7 +41,6 @@ setup(
     ],
     extras_require={
         "test": TEST,
-        "rewards": REWARDS,
         "report": REPORT,
         "vllm": ["vllm>=0.32"],
         "sglang": ["sglang>=0.5.21"],

@@ -9,7 +9,6 @@ from megagrpo.telemetry.summary import package_versions
 
 _ENGINES = ("transformers", "vllm", "sglang")
 _OPTIONAL = {
-    "math_verify": "reward `math` (pip install 'megagrpo[rewards]')",
     "tensorboard": "TensorBoard files (telemetry.writers)",
     "plotly": "`megagrpo report` (pip install plotly)",
     "transformer_engine": "FP8 recipes and model.attention te (pip install 'megagrpo[te]')",

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from megagrpo.errors import UserError
 from megagrpo.rewards.extraction import extract_after_hashes, extract_boxed, extract_last_number, extract_tag
 from megagrpo.rewards.reward import REWARDS, check_choice, read_column
 from megagrpo.types import Completion, Prompt
@@ -23,19 +22,15 @@ class MathReward:
         tag: look only inside the last `<tag>...</tag>`; a text without it scores 0.0.
 
     Raises:
-        UserError: a value is not allowed, or math-verify is not installed.
+        UserError: a value is not allowed.
     """
 
     def __init__(self, column: str = "answer", extract: str = "auto", tag: str | None = None):
         check_choice("math", "extract", extract, PLACES)
         self.column, self.extract, self.tag = column, extract, tag
-        try:
-            # here, because SymPy costs a second that other rewards need not pay
-            from megagrpo.rewards import equality
-        except ImportError:
-            raise UserError(
-                "rewards.functions: 'math' needs the package math-verify: pip install 'megagrpo[rewards]'"
-            ) from None
+        # here, because SymPy costs a second that other rewards need not pay
+        from megagrpo.rewards import equality
+
         self._equality = equality
 
     def warm_up(self) -> None:
