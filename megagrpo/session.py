@@ -87,12 +87,7 @@ def build_session(config: Config, device: torch.device) -> Session:
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, hf.vocab_size)
     source, evaluation_prompts = load_prompts(config, tokenizer, hf.max_position_embeddings)
-    rewards = RewardPool(
-        config.rewards.functions,
-        config.rewards.workers,
-        config.rewards.timeout_seconds,
-        config.rewards.failure_value,
-    )
+    rewards = RewardPool(config.rewards)
     layout = build_layout(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
     groups = build_groups(layout, config.run.collective_timeout_seconds)
     lock = hold_run_folder(Path(config.run.dir))

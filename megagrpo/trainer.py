@@ -154,6 +154,8 @@ class Trainer:
             rollouts, counts = self.session.pipeline.collect(step, self.state.weight_version)
         self._prompts = rollouts.prompts
         metrics = compute_rollout_metrics(rollouts, counts, self.state.weight_version)
+        if counts.scores.failed:
+            self._note(f"warning: step {step}: {counts.scores.describe()}")
         self._stop_if_asked()
         with (
             self.timers.phase("update"),

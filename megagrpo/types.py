@@ -59,6 +59,8 @@ class Reward:
     """The score of one completion."""
 
     value: float
-    parts: Mapping[str, float] = field(default_factory=dict)  # one number per configured reward
-    outcome: str = "ok"  # "ok", or what went wrong: "timeout", "crash", "error"
+    # one entry per configured reward; None: it has no opinion on this completion
+    parts: Mapping[str, float | None] = field(default_factory=dict)
+    outcome: str = "ok"  # "ok", or what went wrong: "timeout", "crash", "error", "memory", "unreachable"
     detail: str = ""  # the message behind an outcome that is not "ok"
+    subparts: Mapping[str, float] = field(default_factory=dict)  # REWARD/PART, for the log alone

@@ -344,6 +344,18 @@ class RewardsConfig(Section):
         10.0, description="a completion that takes longer is killed and scores `failure_value`"
     )
     failure_value: float = Field(0.0, description="reward of a completion whose scoring timed out or crashed")
+    outage_seconds: Annotated[PositiveFloat, FREE] = Field(
+        60.0, description="the run stops where a reward scores nothing for so long, over several prompts"
+    )
+    memory_gib: Annotated[PositiveFloat, FREE] = Field(
+        8.0, description="address space of a reward process, and of each process that it starts"
+    )
+    network: Annotated[bool, FREE] = Field(
+        True, description="false: reward processes reach no network (needs Linux user namespaces)"
+    )
+    environment: Annotated[tuple[str, ...], FREE] = Field(
+        (), description="environment variables for reward processes beside PATH, HOME, LANG and the like"
+    )
 
 
 class EvaluationSetConfig(Section):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from megagrpo.config.schema import EvaluationSetConfig, RolloutConfig
 from megagrpo.evaluation.metrics import measure_scores
+from megagrpo.rollout.failed_scores import count_scores, failed_fractions
 from megagrpo.rollout.generation import RolloutGenerator, RolloutRequest
 from megagrpo.types import Prompt, SamplingParams
 
@@ -22,8 +23,12 @@ def evaluate_set(
     """Sample and score one held-out set. Collective over all ranks.
 
     Returns:
-        The mean over all completions of the first reward's value (mean@k) under `eval/NAME`, below it the
-        set's further metrics and the mean completion length.
+        The mean over all completions of the first reward's value (mean@k; 0 where it has no opinion) under
+        `eval/NAME`, below it the set's further metrics, the fraction of completions that could not be scored
+        (they count as `rewards.failure_value`) and the mean completion length.
+
+    Raises:
+        UserError: no completion could be scored.
     """
     sampling = SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
@@ -36,13 +41,16 @@ def evaluate_set(
     )
     rollouts = generator.generate(RolloutRequest(prompts, sampling, config.completions_per_prompt))
     records = list(rollouts.records.values())
+    counts = count_scores(rollouts)
+    counts.require_any(f"evaluation set {config.name!r}")
     first = next(iter(records[0].reward.parts))
-    scores: list[list[float]] = [[] for _ in prompts]
+    values: list[list[float]] = [[] for _ in prompts]
     for (prompt, _), record in rollouts.records.items():
-        scores[prompt].append(record.reward.parts[first])
-    measured = measure_scores(config.metrics, scores)
+        values[prompt].append(record.reward.parts[first] or 0.0)
+    measured = measure_scores(config.metrics, values)
     return {
-        f"eval/{config.name}": sum(record.reward.parts[first] for record in records) / len(records),
+        f"eval/{config.name}": sum(map(sum, values)) / len(records),
         **{f"eval/{config.name}/{key}": value for key, value in measured.items()},
+        **failed_fractions(f"eval/{config.name}", counts),
         f"eval/{config.name}/completion_tokens": sum(record.length for record in records) / len(records),
     }

@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 
 from megagrpo.registry import is_code_place
-from megagrpo.rewards.custom import call_custom, load_custom
-from megagrpo.rewards.messages import RewardSpec
+from megagrpo.rewards.custom import CustomReward
+from megagrpo.rewards.messages import RewardSpec, Score
 from megagrpo.rewards.reward import REWARDS, build_registered
 from megagrpo.types import Completion, Prompt
 
 for _module in ("math", "format", "exact_match"):  # each registers its reward
     importlib.import_module(f"megagrpo.rewards.{_module}")
 
-Scorer = Callable[[Sequence[Prompt], Sequence[Completion]], list[float]]
+Scorer = Callable[[Sequence[Prompt], Sequence[Completion]], list[Score]]
 
 
 def is_custom(name: str) -> bool:
@@ -32,19 +32,18 @@ def build_scorer(spec: RewardSpec) -> Scorer:
             alone.
     """
     if is_custom(spec.name):
-        function = load_custom(spec.name, spec.options)
-        return lambda prompts, completions: call_custom(spec.name, function, prompts, completions)
+        return CustomReward(spec.name, spec.options)
     score = build_registered(spec.name, spec.options)
     if hasattr(score, "warm_up"):
         score.warm_up()
 
-    def score_each(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+    def score_each(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         values = [
             float(score(prompt, completion)) for prompt, completion in zip(prompts, completions, strict=True)
         ]
         for value in values:
             if not isfinite(value):
                 raise ValueError(f"returned {value}, not a finite number")
-        return values
+        return [Score(value) for value in values]
 
     return score_each

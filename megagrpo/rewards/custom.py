@@ -1,61 +1,92 @@
-"""A user's own reward: a batch function named by `FILE.py:function` or `package.module:function`."""
+"""A user's own reward: a function named by `FILE.py:function` or `package.module:function`."""
 
-import functools
-import math
+import asyncio
+import inspect
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megagrpo.errors import UserError
 from megagrpo.registry import load_callable
-from megagrpo.rewards.reward import BatchFunction
+from megagrpo.rewards.messages import Score
+from megagrpo.rewards.returned import read_scores
+from megagrpo.rewards.signature import read_signature
+from megagrpo.rewards.texts import CompletionText, PromptText
 from megagrpo.types import Completion, Prompt
 
 
-def load_custom(spec: str, options: Mapping[str, Any]) -> BatchFunction:
-    """Return the function that `spec` names, with `options` bound as keyword arguments; raises UserError
-    where it can't be loaded.
-    """
-    return functools.partial(load_callable(spec), **options)
+class CustomReward:
+    """A user's function, called with all completions of one prompt."""
 
+    def __init__(self, spec: str, options: Mapping[str, Any]):
+        """Load the function and check its parameters.
 
-def call_custom(
-    spec: str, function: BatchFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> list[float]:
-    """Call a user's reward on the completions of one prompt and check what it returns.
+        Args:
+            spec: its name in the configuration.
+            options: keyword arguments of every call.
 
-    Args:
-        spec: the name in the configuration, for messages.
-        function: `reward(prompts, completions) -> list[float]`.
-        prompts: the prompt, once per completion.
-        completions: its completions.
+        Raises:
+            UserError: it can't be loaded, or not be called as the contract says.
+        """
+        self._spec, self._options = spec, dict(options)
+        self._function = load_callable(spec)
+        self._form = read_signature(spec, self._function, options)
+        # one event loop for all calls, so that a client of a judge keeps its connections
+        self._runner: asyncio.Runner | None = None
 
-    Raises:
-        UserError: the function raised, returned something else than one number per completion, or a number
-            that is not finite. The message names the function, the prompt and the line.
-    """
-    place = f"reward {spec!r}, prompt {prompts[0].id}"
-    try:
-        returned = function(list(prompts), list(completions))
-    except (Exception, SystemExit) as error:
-        # user code may raise anything; all of it becomes one line that names where
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(
-            f"{place}: raised {reason} ({frame.filename}, line {frame.lineno}: {frame.line})"
-        ) from error
-    try:
-        values = [float(value) for value in returned]
-    except (TypeError, ValueError):
-        shown = repr(returned)
-        raise UserError(
-            f"{place}: returned {shown[:80]} ({type(returned).__name__}); a list of numbers is needed"
-        ) from None
-    if len(values) != len(completions):
-        raise UserError(f"{place}: returned {len(values)} values for {len(completions)} completions")
-    for completion, value in zip(completions, values, strict=True):
-        if not math.isfinite(value):
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        """Return one score per completion.
+
+        Args:
+            prompts: the prompt, once per completion.
+            completions: its completions.
+
+        Raises:
+            UserError: the function raised, or returned something else than the contract allows. The message
+                names the function, the prompt and the line.
+            TimeoutError, ConnectionError, MemoryError: the function raised it; counted, the run goes on.
+        """
+        place = f"reward {self._spec!r}, prompt {prompts[0].id}"
+        arguments = self._arguments(place, prompts, completions)
+        try:
+            returned = self._function(**arguments, **self._options)
+            if inspect.isawaitable(returned):
+                returned = self._await(returned)
+        except (TimeoutError, ConnectionError, MemoryError):
+            raise
+        except (Exception, SystemExit) as error:
+            # user code may raise anything; all of it becomes one line that names where
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"{place}: returned {value} for completion {completion.index}; a finite number is needed"
-            )
-    return values
+                f"{place}: raised {reason} ({frame.filename}, line {frame.lineno}: {frame.line})"
+            ) from error
+        return read_scores(place, returned, [completion.index for completion in completions])
+
+    def _arguments(
+        self, place: str, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> dict[str, Any]:
+        texts = [CompletionText(completion) for completion in completions]
+        given = {
+            "prompts": [PromptText(prompt) for prompt in prompts],
+            "completions": texts,
+            "completion_ids": [list(text.token_ids) for text in texts],
+        }
+        known = prompts[0].columns
+        columns = {
+            name: [prompt.columns[name] for prompt in prompts] for name in known if name not in self._options
+        }
+        try:
+            return self._form.arguments(given, columns)
+        except KeyError as error:
+            raise UserError(
+                f"{place}: its parameter {error.args[0]!r} is neither an option nor a column; the columns: "
+                f"{', '.join(map(str, known)) or 'none'}"
+            ) from None
+
+    def _await(self, awaitable: Any) -> Any:
+        async def wait() -> Any:
+            return await awaitable
+
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(wait())

@@ -11,8 +11,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from megagrpo.errors import UserError
-from megagrpo.rewards.messages import Failed, Ready, Refused, Request, Scores, Setup
-from megagrpo.rewards.process import WorkerProcess
+from megagrpo.rewards.messages import (
+    Failed,
+    Ready,
+    Refused,
+    Reply,
+    Request,
+    Scores,
+    Setup,
+    encode_request,
+    encode_setup,
+)
+from megagrpo.rewards.outage import OutageWatch
+from megagrpo.rewards.process import MalformedReplyError, WorkerLimits, WorkerProcess
 
 # a worker imports and warms up its rewards: 0.5 to 4 s on a quiet machine, many times that on a busy one
 START_SECONDS = 120.0
@@ -23,7 +34,8 @@ class _Job:
     """A request and the promise of its reply."""
 
     request: Request
-    reply: "Future[Scores | Failed]" = field(default_factory=Future)
+    body: bytes  # the request, encoded
+    reply: "Future[Reply]" = field(default_factory=Future)
 
 
 class Dispatcher:
@@ -34,11 +46,19 @@ class Dispatcher:
     that started them), so nothing but the inbox is shared.
     """
 
-    def __init__(self, setup: Setup, workers: int, timeout_seconds: float):
+    def __init__(
+        self,
+        setup: Setup,
+        workers: int,
+        timeout_seconds: float,
+        limits: WorkerLimits,
+        outages: OutageWatch,
+    ):
         """Start the workers and wait until each is ready; raises UserError where one refuses the setup or
         ends.
         """
-        self._setup, self._timeout_seconds = setup, timeout_seconds
+        self._setup, self._timeout_seconds = encode_setup(setup), timeout_seconds
+        self._limits, self._outages = limits, outages
         self.replaced_workers = 0  # killed after a time-out or found dead, since the start
         self._selector = selectors.DefaultSelector()
         self._assigned: dict[WorkerProcess, _Job | None] = {}  # busy workers; None while starting
@@ -60,11 +80,11 @@ class Dispatcher:
             self.close()
             raise
 
-    def submit(self, request: Request) -> "Future[Scores | Failed]":
+    def submit(self, request: Request) -> "Future[Reply]":
         """Ask for one reply; may be called from any thread. A refusal is raised by the result, and stops
         all workers.
         """
-        job = _Job(request)
+        job = _Job(request, encode_request(request))  # in the caller's thread: its mistakes are the caller's
         with self._lock:
             if self._closing:
                 raise ValueError("the reward pool is closed")
@@ -72,7 +92,7 @@ class Dispatcher:
             self._wake_sender.send(b"r")
         return job.reply
 
-    def run(self, requests: Sequence[Request]) -> list[Scores | Failed]:
+    def run(self, requests: Sequence[Request]) -> list[Reply]:
         """Return one reply per request, in order. A refusal raises UserError and stops all workers."""
         return [reply.result() for reply in [self.submit(request) for request in requests]]
 
@@ -118,21 +138,34 @@ class Dispatcher:
             job.reply.set_exception(failure)
 
     def _start_worker(self) -> None:
-        worker = WorkerProcess()
+        worker = WorkerProcess(self._limits)
         self._selector.register(worker, selectors.EVENT_READ, data=worker)
         self._assigned[worker] = None
-        with contextlib.suppress(BrokenPipeError):  # it ended at once: the next read says with which status
-            worker.send(self._setup, START_SECONDS)
+        self._send(worker, self._setup, START_SECONDS)
+
+    def _send(self, worker: WorkerProcess, body: bytes, seconds: float) -> bool:
+        """Begin to send, and say whether the worker is there to read. The rest goes when it can take more."""
+        try:
+            worker.send(body, seconds)
+        except OSError:  # it is gone: where it was busy, the next read says how it ended
+            return False
+        if worker.is_sending:
+            self._selector.modify(worker, selectors.EVENT_READ | selectors.EVENT_WRITE, data=worker)
+        return True
+
+    def _send_more(self, worker: WorkerProcess) -> None:
+        with contextlib.suppress(OSError):  # the same
+            worker.send_more()
+        if not worker.is_sending:
+            self._selector.modify(worker, selectors.EVENT_READ, data=worker)
 
     def _assign(self) -> None:
         worker = self._idle[-1]
-        try:
-            worker.send(self._waiting[0].request, self._timeout_seconds)
-        except BrokenPipeError:  # it died while it had nothing to do: no completion is at fault
-            self._replace(worker)
-        else:
+        if self._send(worker, self._waiting[0].body, self._timeout_seconds):
             self._idle.remove(worker)
             self._assigned[worker] = self._waiting.popleft()
+        else:  # it died while it had nothing to do: no completion is at fault
+            self._replace(worker)
 
     def _wait(self) -> None:
         """Wait for new requests, or for the next reply, end or time-out of any busy worker, and deal with
@@ -140,14 +173,16 @@ class Dispatcher:
         """
         nearest = min((worker.deadline for worker in self._assigned), default=None)
         events = self._selector.select(None if nearest is None else max(0.0, nearest - time.monotonic()))
-        for key, _ in events:
+        for key, ready in events:
             if key.data is None:
                 self._open_inbox()
-            else:
+            elif ready & selectors.EVENT_READ:
                 self._receive(key.data)
+            else:
+                self._send_more(key.data)
         now = time.monotonic()
         for worker in [worker for worker in self._assigned if worker.deadline <= now]:
-            self._lose(worker, timed_out=True)
+            self._lose(worker, "", timed_out=True)
 
     def _open_inbox(self) -> None:
         self._wake_receiver.recv(1 << 16)
@@ -158,20 +193,45 @@ class Dispatcher:
     def _receive(self, worker: WorkerProcess) -> None:
         try:
             reply = worker.receive()
+            if reply is None:
+                return
+            job = self._check_reply(worker, reply)
         except EOFError:
-            self._lose(worker, timed_out=False)
-            return
+            self._lose(worker, "")
+        except MalformedReplyError as error:
+            self._lose(worker, f"its process sent a malformed reply: {error}")
+        else:
+            self._assigned.pop(worker)
+            self._idle.append(worker)
+            if job is not None:
+                self._conclude(job, worker, reply)
+
+    def _check_reply(self, worker: WorkerProcess, reply: Reply) -> _Job | None:
+        """Return the request that `reply` answers, None for the setup; a refusal raises UserError."""
+        if worker in self._idle:
+            raise MalformedReplyError("nothing was asked")
         if isinstance(reply, Refused):
             raise UserError(reply.message)
-        if reply is not None:
-            job = self._assigned.pop(worker)
-            self._idle.append(worker)
-            if job is not None and not isinstance(reply, Ready):
-                job.reply.set_result(reply)
+        job = self._assigned[worker]
+        if isinstance(reply, Ready) != (job is None) or worker.is_sending:
+            raise MalformedReplyError(f"{reply.kind!r} is no answer to what was asked")
+        if isinstance(reply, Scores) and job and len(reply.scores) != len(job.request.completions):
+            raise MalformedReplyError(
+                f"{len(reply.scores)} scores for {len(job.request.completions)} completions"
+            )
+        return job
 
-    def _lose(self, worker: WorkerProcess, timed_out: bool) -> None:
-        """Kill a worker that hangs or is gone, put a new one in its place, and answer the request that it
-        leaves behind.
+    def _conclude(self, job: _Job, worker: WorkerProcess, reply: Reply) -> None:
+        try:
+            self._outages.observe(job.request, reply, time.monotonic() - worker.started)
+        except UserError:
+            self._waiting.append(job)  # it fails with all the others
+            raise
+        job.reply.set_result(reply)
+
+    def _lose(self, worker: WorkerProcess, cause: str, timed_out: bool = False) -> None:
+        """Kill a worker that hangs, lies or is gone, put a new one in its place, and answer the request that
+        it leaves behind.
         """
         was_idle = worker in self._idle
         job = None if was_idle else self._assigned[worker]
@@ -182,17 +242,17 @@ class Dispatcher:
                 self._waiting.append(job)  # it fails with all the others
             raise
         if job is not None:
-            limit = f"took over {self._timeout_seconds:g} s"
-            job.reply.set_result(
-                Failed("timeout", limit)
+            failed = (
+                Failed("timeout", f"took over {self._timeout_seconds:g} s")
                 if timed_out
-                else Failed("crash", f"the process ended with {_name_status(status)}")
+                else Failed("crash", cause or f"the process ended with {_name_status(status)}")
             )
+            self._conclude(job, worker, failed)
         elif not was_idle:
             reason = (
                 f"was not ready after {START_SECONDS:g} s"
                 if timed_out
-                else (f"ended with {_name_status(status)} while it started")
+                else cause or f"ended with {_name_status(status)} while it started"
             )
             raise UserError(f"rewards: a worker process {reason}; its standard error is above")
 

@@ -1,12 +1,21 @@
-"""What the pool and its workers say to each other. In a file of its own, so that both sides pickle the
-same classes.
+"""What the pool and its workers say to each other: JSON objects, told apart by `kind`.
+
+Both sides distrust nothing but the replies: reward code runs in the worker and can write whatever it likes
+into the socket. `replies.py` reads them strictly, and nothing in them names code.
 """
 
+import json
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
+import numpy as np
+
+from megagrpo.errors import UserError
 from megagrpo.types import Completion, Prompt
+
+_STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}  # how pydantic reads the replies
 
 
 @dataclass(frozen=True)
@@ -35,23 +44,39 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Score:
+    """What one reward says of one completion."""
+
+    value: float | None  # finite; None: it has no opinion
+    parts: Mapping[str, float] = field(default_factory=dict)  # what the value is made of, where it tells
+    __pydantic_config__ = _STRICT
+
+
+@dataclass(frozen=True)
 class Ready:
     """The rewards are built and warm."""
+
+    kind: Literal["ready"] = "ready"
+    __pydantic_config__ = _STRICT
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One finite number per completion of the request."""
+    """One score per completion of the request."""
 
-    values: list[float]
+    scores: list[Score]
+    kind: Literal["scores"] = "scores"
+    __pydantic_config__ = _STRICT
 
 
 @dataclass(frozen=True)
 class Failed:
     """The request has no score; the run goes on."""
 
-    outcome: str  # "timeout", "crash" or "error", as in megagrpo.types.Reward
+    outcome: Literal["timeout", "crash", "error", "memory", "unreachable"]  # as in megagrpo.types.Reward
     detail: str
+    kind: Literal["failed"] = "failed"
+    __pydantic_config__ = _STRICT
 
 
 @dataclass(frozen=True)
@@ -59,6 +84,116 @@ class Refused:
     """A user's mistake, which ends the run."""
 
     message: str
+    kind: Literal["refused"] = "refused"
+    __pydantic_config__ = _STRICT
 
 
 Reply = Ready | Scores | Failed | Refused
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """Return a reply as JSON. Lone surrogates, which models do write, survive as escapes."""
+    return json.dumps(asdict(reply)).encode()
+
+
+def encode_setup(setup: Setup) -> bytes:
+    """Return the setup as JSON; an option that JSON has no type for raises UserError."""
+    for spec in setup.rewards:
+        for name, value in spec.options.items():
+            if problem := describe_unsendable(value):
+                raise UserError(f"rewards.functions: options of {spec.name!r}: {name}: {problem}")
+    return json.dumps(asdict(setup)).encode()
+
+
+def decode_setup(body: bytes) -> Setup:
+    """Return what `encode_setup` was given."""
+    fields = json.loads(body)
+    return Setup(tuple(RewardSpec(**spec) for spec in fields["rewards"]), tuple(fields["search_path"]))
+
+
+def encode_request(request: Request) -> bytes:
+    """Return a request as JSON, each prompt once. Routed experts are left out: no reward needs them.
+
+    Raises:
+        UserError: a prompt's column holds what JSON has no type for.
+    """
+    prompts = list({id(prompt): prompt for prompt in request.prompts}.values())
+    place = {id(prompt): number for number, prompt in enumerate(prompts)}
+    return json.dumps(
+        {
+            "reward": request.reward,
+            "prompts": [_describe_prompt(prompt) for prompt in prompts],
+            "prompt_of": [place[id(prompt)] for prompt in request.prompts],
+            "completions": [_describe_completion(completion) for completion in request.completions],
+        }
+    ).encode()
+
+
+def decode_request(body: bytes) -> Request:
+    """Return what `encode_request` was given; tuples in columns come as lists."""
+    fields = json.loads(body)
+    prompts = [
+        Prompt(entry["id"], entry["text"], tuple(entry["token_ids"]), entry["columns"])
+        for entry in fields["prompts"]
+    ]
+    return Request(
+        fields["reward"],
+        [prompts[number] for number in fields["prompt_of"]],
+        [
+            Completion(
+                prompt_id=entry["prompt_id"],
+                index=entry["index"],
+                token_ids=np.frombuffer(b64decode(entry["token_ids"]), np.int64),
+                logprobs=np.frombuffer(b64decode(entry["logprobs"]), np.float32),
+                finish_reason=entry["finish_reason"],
+                weight_versions=tuple(map(tuple, entry["weight_versions"])),
+                text=entry["text"],
+            )
+            for entry in fields["completions"]
+        ],
+    )
+
+
+def describe_unsendable(value: Any) -> str:
+    """Return what in `value` can't be handed to a reward, or an empty string.
+
+    JSON's types can: null, booleans, numbers, text, lists (tuples come as lists), and mappings with text as
+    keys.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ""
+    if isinstance(value, (list, tuple)):
+        return next((problem for entry in value if (problem := describe_unsendable(entry))), "")
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            return f"a mapping with {odd[0]!r} as a key; keys must be text"
+        return next((problem for entry in value.values() if (problem := describe_unsendable(entry))), "")
+    kind = type(value)
+    return (
+        f"a {kind.__module__}.{kind.__qualname__} can't be handed to a reward; allowed: null, true, false, "
+        "numbers, text, lists, mappings"
+    )
+
+
+def _describe_prompt(prompt: Prompt) -> dict[str, Any]:
+    for name, value in prompt.columns.items():
+        if problem := describe_unsendable(value):
+            raise UserError(f"rewards: prompt {prompt.id}, column {name!r}: {problem}")
+    return {
+        "id": prompt.id,
+        "text": prompt.text,
+        "token_ids": [int(token) for token in prompt.token_ids],
+        "columns": dict(prompt.columns),
+    }
+
+
+def _describe_completion(completion: Completion) -> dict[str, Any]:
+    return {
+        "prompt_id": completion.prompt_id,
+        "index": int(completion.index),
+        "token_ids": b64encode(np.asarray(completion.token_ids, np.int64).tobytes()).decode(),
+        "logprobs": b64encode(np.asarray(completion.logprobs, np.float32).tobytes()).decode(),
+        "finish_reason": completion.finish_reason,
+        "weight_versions": [[int(number) for number in span] for span in completion.weight_versions],
+        "text": completion.text,
+    }

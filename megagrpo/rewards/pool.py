@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
+from typing import cast
 
-from megagrpo.config.schema import RewardConfig
+from megagrpo.config.schema import RewardsConfig
 from megagrpo.rewards.build import is_custom
 from megagrpo.rewards.dispatch import Dispatcher
-from megagrpo.rewards.messages import Failed, Request, RewardSpec, Scores, Setup
+from megagrpo.rewards.messages import Failed, Reply, Request, RewardSpec, Score, Scores, Setup
+from megagrpo.rewards.outage import OutageWatch
+from megagrpo.rewards.process import WorkerLimits
 from megagrpo.types import Completion, Prompt, Reward
 
 _Task = tuple[int, tuple[int, ...]]  # (position of the reward, positions of the completions)
@@ -28,34 +31,31 @@ class RewardPool:
     again with each of them alone, so that only those at fault fail.
 
     Example:
-        >>> with RewardPool((RewardConfig(name="math"),), workers=2, timeout_seconds=10.0, failure_value=0.0)
-        as pool:  # doctest: +SKIP ...     rewards = pool.score([prompt, prompt], completions)
+        >>> with RewardPool(RewardsConfig(functions=[{"name": "math"}], workers=2)) as pool:  # doctest: +SKIP
+        ...     rewards = pool.score([prompt, prompt], completions)
     """
 
-    def __init__(
-        self, functions: Sequence[RewardConfig], workers: int, timeout_seconds: float, failure_value: float
-    ):
+    def __init__(self, config: RewardsConfig):
         """Start the workers and wait until each has loaded and warmed up its rewards.
-
-        Args:
-            functions: the rewards and their weights.
-            workers: number of processes.
-            timeout_seconds: a completion that takes longer in one reward fails with outcome `timeout`; its
-                worker is killed and replaced.
-            failure_value: value of a completion that failed in any reward, and its part for that reward.
 
         Raises:
             UserError: a reward is unknown, can't be loaded or refuses its options, or a worker ends while it
                 starts.
         """
-        self._functions = tuple(functions)
-        self._failure_value = failure_value
-        self.part_names = _name_parts([function.name for function in functions])
-        specs = tuple(RewardSpec(function.name, dict(function.options)) for function in functions)
-        self._dispatcher = Dispatcher(Setup(specs, tuple(sys.path)), workers, timeout_seconds)
+        self._functions, self._failure_value = config.functions, config.failure_value
+        names = tuple(function.name for function in config.functions)
+        self.part_names = _name_parts(names)
+        specs = tuple(RewardSpec(function.name, dict(function.options)) for function in config.functions)
+        self._dispatcher = Dispatcher(
+            Setup(specs, tuple(sys.path)),
+            config.workers,
+            config.timeout_seconds,
+            WorkerLimits(int(config.memory_gib * 2**30), config.network, config.environment),
+            OutageWatch(names, config.outage_seconds, config.workers),
+        )
         # One group at a time each. A group that isn't done has a request at a worker as soon as one is free,
         # so with as many threads as workers no worker is idle while a group waits.
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="score")
+        self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="score")
 
     @property
     def replaced_workers(self) -> int:
@@ -71,8 +71,8 @@ class RewardPool:
             completions: the completions, those of one prompt side by side.
 
         Raises:
-            UserError: a mistake that ends the run: a missing column, or a user's function that raised,
-                returned another number of values or one that is not finite. The workers are stopped.
+            UserError: what ends the run: a missing column, a user's function that raised or returned what
+                the contract does not allow, or a scorer that is out of order. The workers are stopped.
         """
         if len(prompts) != len(completions):
             raise ValueError(
@@ -89,9 +89,11 @@ class RewardPool:
         results.update(self._run(alone, prompts, completions))
         for task in shared_failures:
             del results[task]
-        parts: dict[tuple[int, int], float | Failed] = {}
+        parts: dict[tuple[int, int], Score | Failed] = {}
         for (reward, positions), result in results.items():
-            values: Sequence[float | Failed] = result.values if isinstance(result, Scores) else [result]
+            values: Sequence[Score | Failed] = (
+                result.scores if isinstance(result, Scores) else [cast(Failed, result)]
+            )
             parts.update(
                 {(reward, position): value for position, value in zip(positions, values, strict=True)}
             )
@@ -134,32 +136,41 @@ class RewardPool:
 
     def _run(
         self, tasks: list[_Task], prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> dict[_Task, Scores | Failed]:
+    ) -> dict[_Task, Reply]:
         requests = [
             Request(reward, [prompts[i] for i in positions], [completions[i] for i in positions])
             for reward, positions in tasks
         ]
         return dict(zip(tasks, self._dispatcher.run(requests), strict=True))
 
-    def _combine(self, parts: list[float | Failed]) -> Reward:
+    def _combine(self, scores: list[Score | Failed]) -> Reward:
         """Return the weighted sum of a completion's parts, or the failure value and the first failure."""
-        values = {
-            name: self._failure_value if isinstance(part, Failed) else part
-            for name, part in zip(self.part_names, parts, strict=True)
+        named = dict(zip(self.part_names, scores, strict=True))
+        parts = {
+            name: self._failure_value if isinstance(score, Failed) else score.value
+            for name, score in named.items()
         }
-        for name, part in zip(self.part_names, parts, strict=True):
-            if isinstance(part, Failed):
-                return Reward(self._failure_value, values, part.outcome, f"{name}: {part.detail}")
-        return Reward(
-            sum(
-                function.weight * value
-                for function, value in zip(self._functions, values.values(), strict=True)
-            ),
-            values,
-        )
+        subparts = {
+            f"{name}/{part}": value
+            for name, score in named.items()
+            if isinstance(score, Score)
+            for part, value in score.parts.items()
+        }
+        for name, score in named.items():
+            if isinstance(score, Failed):
+                return Reward(
+                    self._failure_value, parts, score.outcome, f"{name}: {score.detail}", subparts=subparts
+                )
+        weights = [function.weight for function in self._functions]
+        opinions = [
+            weight * part for weight, part in zip(weights, parts.values(), strict=True) if part is not None
+        ]
+        if not opinions:
+            return Reward(self._failure_value, parts, "error", "no reward has an opinion", subparts=subparts)
+        return Reward(sum(opinions), parts, subparts=subparts)
 
 
-def _name_parts(names: list[str]) -> tuple[str, ...]:
+def _name_parts(names: Sequence[str]) -> tuple[str, ...]:
     """Return a short, unique name per reward: the registered name or the function's, numbered where it
     comes again (`format_2`).
     """

@@ -3,68 +3,112 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megagrpo.rewards.frames import FrameReader, write_frame
-from megagrpo.rewards.messages import Reply, Request, Setup
+from megagrpo.rewards.frames import MAX_REPLY_BYTES, FrameReader, MalformedFrameError, pack_frame
+from megagrpo.rewards.isolation import allowed_environment
+from megagrpo.rewards.messages import Reply
+from megagrpo.rewards.replies import decode_reply
 
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
-# A scorer is one of many processes on the machine: its BLAS must not take all cores.
-_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# the keeper kills its children within 5 s; one that does not answer was stopped or killed by reward code
+_KEEPER_SECONDS = 7.0
+
+
+class MalformedReplyError(Exception):
+    """A worker sent what is no reply, or one that nobody asked for."""
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """What a worker may use and reach."""
+
+    memory_bytes: int
+    network: bool = True
+    environment: Sequence[str] = ()  # names of variables beside `isolation.ENVIRONMENT`
 
 
 class WorkerProcess:
-    """A running worker. It leads a session of its own, so that a kill takes the processes with it that
-    reward code started.
-    """
+    """A running worker and its keeper, which ends all that reward code started."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         """Start the process; the first message to it is its Setup, and the first reply Ready or Refused."""
-        environment = {**os.environ, **_THREADS}
+        environment = allowed_environment(limits.environment)
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [_PACKAGE_ROOT, environment.get("PYTHONPATH")])
         )
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megagrpo.rewards.worker", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests, self._replies = self._process.stdin, self._process.stdout
-        self.pid = self._process.pid
-        self._reader = FrameReader(self.fileno())
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        arguments = [str(os.getpid()), str(limits.memory_bytes), str(int(limits.network))]
+        with theirs:
+            self._process = subprocess.Popen(
+                # -P: no module of the working directory comes before the standard library's
+                [sys.executable, "-P", "-m", "megagrpo.rewards.keeper", *arguments],
+                stdin=theirs.fileno(),
+                stdout=2,
+                env=environment,
+                start_new_session=True,
+            )
+        self._reader = FrameReader(self.fileno(), MAX_REPLY_BYTES)
+        self._outgoing = memoryview(b"")
         self.deadline = 0.0  # time.monotonic() by which the reply must be here
+        self.started = 0.0  # when the message was sent
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable with a reply, or with the end of the process."""
-        return self._replies.fileno()
+        return self._socket.fileno()
 
-    def send(self, message: Setup | Request, seconds: float) -> None:
-        """Send a message whose reply may take `seconds`; a process that is gone raises BrokenPipeError
-        here or EOFError at `receive`.
+    def send(self, message: bytes, seconds: float) -> None:
+        """Begin to send a message whose reply may take `seconds`, the sending included.
+
+        A process that is gone raises OSError here or EOFError at `receive`.
         """
-        self.deadline = time.monotonic() + seconds
-        write_frame(self._requests.fileno(), message)
+        self.started = time.monotonic()
+        self.deadline = self.started + seconds
+        self._outgoing = memoryview(pack_frame(message))
+        self.send_more()
+
+    def send_more(self) -> None:
+        """Send as much as the process takes without waiting."""
+        with contextlib.suppress(BlockingIOError):
+            while self._outgoing:
+                self._outgoing = self._outgoing[self._socket.send(self._outgoing) :]
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a part of the message is left: `send_more` when `fileno()` is writable."""
+        return bool(self._outgoing)
 
     def receive(self) -> Reply | None:
-        """Return the reply, or None while it is incomplete; call it when `fileno()` is readable. EOFError:
-        the process is gone.
+        """Return the reply, or None while it is incomplete; call it when `fileno()` is readable.
+
+        Raises:
+            EOFError: the process is gone.
+            MalformedReplyError: it sent what is no reply, or more than one.
         """
-        replies = self._reader.read()
-        return replies[0] if replies else None
+        try:
+            replies = self._reader.read()
+            if len(replies) > 1:
+                raise MalformedReplyError("more than one reply to one request")
+            return decode_reply(replies[0]) if replies else None
+        except (MalformedFrameError, ValueError) as error:
+            raise MalformedReplyError(str(error)) from error
 
     def kill(self) -> int:
-        """Kill the process and all of its session, reap it, and return its exit status (negative: the
-        signal that ended it).
+        """End the process and all that it started, reap it, and return its exit status (negative: the signal
+        that ended it).
         """
-        with contextlib.suppress(ProcessLookupError):  # no process of the session is left
-            # before `wait`: until it is reaped, its id can't belong to anybody else
-            os.killpg(self.pid, signal.SIGKILL)
-        self._requests.close()
-        self._replies.close()
-        return self._process.wait()
+        self._socket.close()
+        self._process.terminate()
+        try:
+            return self._process.wait(_KEEPER_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            return self._process.wait()

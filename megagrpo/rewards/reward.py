@@ -13,11 +13,6 @@ ScoreFunction = Callable[[Prompt, Completion], float]
 UserError for a mistake in the data that makes every score meaningless (a missing column). Anything else it
 raises counts as an `error` of that one completion."""
 
-BatchFunction = Callable[[Sequence[Prompt], Sequence[Completion]], Sequence[float]]
-"""`reward(prompts, completions, **options) -> list[float]`: a user's own reward, one finite number per
-completion.
-"""
-
 REWARDS: Registry[Callable[..., ScoreFunction]] = Registry("reward")
 """Factories by name: `REWARDS.get(name)(**options) -> ScoreFunction`. A factory checks its options and raises
 UserError. Where the score function has a method `warm_up()`, the worker calls it once, so that first-use

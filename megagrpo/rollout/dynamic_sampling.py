@@ -8,10 +8,11 @@ decides alike.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megagrpo.algorithms.advantages.base import find_equal_rewards
 from megagrpo.config.algorithm import DynamicSamplingConfig
+from megagrpo.rollout.failed_scores import ScoreCounts, count_scores
 from megagrpo.rollout.rollouts import StepRollouts, concatenate, select_groups
 
 
@@ -23,6 +24,7 @@ class SamplingCounts:
     dropped_groups: int  # all rewards equal
     refills: int
     generated_tokens: int
+    scores: ScoreCounts = field(default_factory=ScoreCounts)  # of all rounds
 
 
 def informative_groups(rollouts: StepRollouts) -> list[int]:
@@ -44,11 +46,16 @@ def collect_groups(
     Returns:
         The groups that train (fewer than `wanted`, perhaps none, where the bound was reached), and counts
         over all rounds.
+
+    Raises:
+        UserError: no completion of the first round could be scored.
     """
     rollouts = generate(wanted, 0)
+    scores = count_scores(rollouts)
+    scores.require_any("the step")  # every rank decides alike
     tokens = sum(record.length for record in rollouts.records.values())
     if not config.enabled:
-        return rollouts, SamplingCounts(wanted, 0, 0, tokens)
+        return rollouts, SamplingCounts(wanted, 0, 0, tokens, scores)
     kept = select_groups(rollouts, informative_groups(rollouts))
     generated, refills = wanted, 0
     while len(kept.prompts) < wanted and refills < config.max_refills:
@@ -56,6 +63,7 @@ def collect_groups(
         missing = wanted - len(kept.prompts)
         rollouts = generate(missing, refills)
         generated += missing
+        scores += count_scores(rollouts)
         tokens += sum(record.length for record in rollouts.records.values())
         kept = concatenate([kept, select_groups(rollouts, informative_groups(rollouts))])
-    return kept, SamplingCounts(generated, generated - len(kept.prompts), refills, tokens)
+    return kept, SamplingCounts(generated, generated - len(kept.prompts), refills, tokens, scores)

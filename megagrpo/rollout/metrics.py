@@ -1,6 +1,7 @@
 """The numbers that a step's rollouts are reported by."""
 
 from megagrpo.rollout.dynamic_sampling import SamplingCounts
+from megagrpo.rollout.failed_scores import failed_fractions, mean_parts
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.telemetry import names
 
@@ -18,6 +19,7 @@ def compute_rollout_metrics(
         names.GENERATED_TOKENS: counts.generated_tokens,
         "rollout/dropped_groups": counts.dropped_groups,
         "rollout/refills": counts.refills,
+        **failed_fractions("reward", counts.scores),
         "rollout/weight_version": min((record.weight_version for record in records), default=weight_version),
         "time/generation_seconds": rollouts.generation_seconds,
         "time/scoring_wait_seconds": rollouts.scoring_wait_seconds,
@@ -29,9 +31,7 @@ def compute_rollout_metrics(
             max(ages),
         )
         metrics[names.REWARD] = sum(record.reward.value for record in records) / len(records)
-        for name in records[0].reward.parts:
-            metrics[f"reward/{name}"] = sum(record.reward.parts[name] for record in records) / len(records)
-        metrics["reward/failed"] = sum(record.reward.outcome != "ok" for record in records)
+        metrics |= mean_parts([record.reward for record in records])
         metrics["rollout/completion_tokens"] = sum(record.length for record in records) / len(records)
         metrics["rollout/cut_by_length_fraction"] = sum(
             record.finish_reason == "length" for record in records

@@ -68,10 +68,10 @@ class StepRollouts:
         )
 
     def reward_parts(self) -> tuple[list[str], torch.Tensor]:
-        """Return the reward names and their values [N, G, R]."""
+        """Return the reward names and their values [N, G, R]; 0 where a reward has no opinion."""
         names = list(next(iter(self.records.values())).reward.parts)
         parts = [
-            self.matrix({key: record.reward.parts[name] for key, record in self.records.items()})
+            self.matrix({key: record.reward.parts[name] or 0.0 for key, record in self.records.items()})
             for name in names
         ]
         return names, torch.stack(parts, dim=2)

@@ -16,8 +16,8 @@ def write_completions(
     """Write `count` of `samples`, evenly spaced over them (so over the step's groups), and return the file's
     path.
 
-    Each line holds prompt_id, index, prompt, completion, reward, parts, outcome, finish_reason and tokens. A
-    file of the same step (from before a resume) is replaced.
+    Each line holds prompt_id, index, prompt, completion, reward, parts, outcome, detail (why there is no
+    score), finish_reason and tokens. A file of the same step (from before a resume) is replaced.
     """
     folder = run_dir / "completions"
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,8 +48,12 @@ def _row(prompt: Prompt, completion: Completion, reward: Reward) -> dict[str, An
         "prompt": prompt.text,
         "completion": completion.text,
         "reward": reward.value if math.isfinite(reward.value) else None,
-        "parts": {name: value if math.isfinite(value) else None for name, value in reward.parts.items()},
+        "parts": {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in {**reward.parts, **reward.subparts}.items()
+        },
         "outcome": reward.outcome,
+        "detail": reward.detail,
         "finish_reason": completion.finish_reason,
         "tokens": len(completion.token_ids),
     }

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megagrpo.config.schema import RewardConfig
+from megagrpo.config.schema import RewardConfig, RewardsConfig
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Completion, Prompt
 
@@ -30,13 +30,23 @@ def open_pool():
     pools = []
 
     def open_one(
-        *functions: str | RewardConfig, workers=1, timeout_seconds=20.0, failure_value=-5.0
+        *functions: str | RewardConfig, workers=1, timeout_seconds=20.0, failure_value=-5.0, **options
     ) -> RewardPool:
         configs = tuple(
             function if isinstance(function, RewardConfig) else RewardConfig(name=function)
             for function in functions
         )
-        pools.append(RewardPool(configs, workers, timeout_seconds, failure_value))
+        pools.append(
+            RewardPool(
+                RewardsConfig(
+                    functions=configs,
+                    workers=workers,
+                    timeout_seconds=timeout_seconds,
+                    failure_value=failure_value,
+                    **options,
+                )
+            )
+        )
         return pools[-1]
 
     yield open_one

@@ -10,7 +10,9 @@ import pytest
 
 from megagrpo.config.load import load_config
 from megagrpo.registry import load_callable
+from megagrpo.rewards.build import build_scorer
 from megagrpo.rewards.extraction import extract_after_hashes
+from megagrpo.rewards.messages import RewardSpec
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -70,9 +72,16 @@ def test_rows_of_the_arithmetic_task_hold_their_sums():
         assert int(first) + int(second) == int(row["answer"])
 
 
-def test_the_custom_reward_falls_linearly_to_its_budget(make_group):
-    reward = load_callable("examples/custom_reward.py:reward_brevity")
-    assert reward(*make_group("", "x" * 100, "x" * 400, "x" * 900)) == [1.0, 0.75, 0.0, 0.0]
+def test_the_custom_rewards_judge_as_they_say(make_group):
+    def call(function: str, *texts: str, **columns) -> list:
+        scorer = build_scorer(RewardSpec(f"examples/custom_reward.py:{function}"))
+        return [score.value for score in scorer(*make_group(*texts, **columns))]
+
+    assert call("reward_brevity", "", "x" * 100, "x" * 400, "x" * 900) == [1.0, 0.75, 0.0, 0.0]
+    assert call("reward_contains", "it is 7", "8", answer=7) == [1.0, 0.0]
+    assert call("reward_steps", "1. add. Therefore 3", "3") == [1.0, 0.0]
+    assert call("reward_ascii", "a", "é", "") == [1.0, 0.0, None]
+    assert call("reward_judge", "It is 7.", "7") == [1.0, 0.0]
 
 
 def test_word_problems_have_gsm8ks_columns_and_whole_number_answers():

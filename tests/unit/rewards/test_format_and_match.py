@@ -11,7 +11,7 @@ def score(make_group):
     """Return a function (reward, options, text) -> score, in this process."""
 
     def score_text(reward: str, options: dict, text: str, **columns) -> float:
-        return build_scorer(RewardSpec(reward, options))(*make_group(text, **columns))[0]
+        return build_scorer(RewardSpec(reward, options))(*make_group(text, **columns))[0].value
 
     return score_text
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagrpo.config.schema import RewardConfig
+from megagrpo.config.schema import RewardConfig, RewardsConfig
 from megagrpo.rewards.math import extract_gold
 from megagrpo.rewards.pool import RewardPool
 
@@ -19,7 +19,8 @@ GSM8K = "She sold 48 + 24 = <<48+24=72>>72 clips.\n#### 72"
 def score(make_group):
     """Return a function (way, gold, text) -> score, on one worker for the whole module."""
     functions = tuple(RewardConfig(name="math", options=options) for options in WAYS.values())
-    with RewardPool(functions, workers=1, timeout_seconds=60.0, failure_value=-5.0) as pool:
+    config = RewardsConfig(functions=functions, timeout_seconds=60.0, failure_value=-5.0)
+    with RewardPool(config) as pool:
         names = dict(zip(WAYS, pool.part_names, strict=True))
         yield lambda way, gold, text: pool.score(*make_group(text, answer=gold))[0].parts[names[way]]
 

@@ -282,6 +282,7 @@ def test_written_completions_are_spread_over_the_groups(tmp_path):
         "reward": 0.0,
         "parts": {"exact": 0.0},
         "outcome": "ok",
+        "detail": "",
         "finish_reason": "stop",
         "tokens": 3,
     }
