@@ -1,9 +1,10 @@
-"""Mathematical equality of two texts by math-verify (SymPy). Imported by the `math` reward alone: it costs
-about a second.
+"""Equality of two expressions by math-verify (SymPy). Imported by the `math` reward alone: it costs about a
+second.
 
 math-verify's limits use SIGALRM, so this works in a process's main thread only: the reward workers'.
 """
 
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -11,28 +12,37 @@ from math_verify import parse, verify
 
 # derives from BaseException: `except Exception` does not see it
 from math_verify.errors import TimeoutException
+from math_verify.utils import timeout
+from sympy import Expr
 
 # math-verify's own limits in whole seconds. Two parses and a comparison stay below the default outer limit of
 # 10 s, so that an expression that never ends is named without the cost of a new worker; the outer, killing
 # limit catches what an alarm can't stop.
 PARSE_SECONDS, COMPARE_SECONDS = 2, 4
+# Where two constants are equal, their difference in 30 digits is rounding alone.
+_EXACT_TOLERANCE = 1e-20
 
 
-def is_equal(gold: str, answer: str) -> bool:
-    """Return whether the answer that `answer` contains is equal to `gold`.
+def is_same_expression(gold: str, answer: str, tolerance: Fraction) -> bool:
+    """Return whether the LaTeX `answer` is equal to the LaTeX `gold`.
 
     Args:
-        gold: the expected answer alone, LaTeX or plain, with or without dollar signs.
-        answer: text to search for an answer: anchored ones first ("the answer is"), then the last expression.
+        tolerance: relative, between constants.
 
     Raises:
         ValueError: `gold` can't be parsed.
         TimeoutError: parsing or comparing took too long.
     """
-    expected = _parse_gold(gold)
+    expected = _parse(gold)
+    if expected is None:
+        raise ValueError(f"gold answer {gold[:80]!r} can't be parsed")
     given = _parse(answer)
+    if given is None:
+        return False
     try:
-        return verify(list(expected), list(given), timeout_seconds=COMPARE_SECONDS, raise_on_error=True)
+        if _is_constant(expected) and _is_constant(given):
+            return bool(timeout(COMPARE_SECONDS)(_is_same_constant)(expected, given, float(tolerance)))
+        return verify([expected], [given], timeout_seconds=COMPARE_SECONDS, raise_on_error=True)
     except TimeoutException as error:
         raise TimeoutError(f"comparing took over {COMPARE_SECONDS} s") from error
     except Exception:
@@ -41,23 +51,26 @@ def is_equal(gold: str, answer: str) -> bool:
         return False
 
 
-def _parse(text: str) -> tuple[Any, ...]:
+@lru_cache(maxsize=4096)  # a group's completions share their gold answer
+def _parse(latex: str) -> Any:
     try:
-        return tuple(parse(text, parsing_timeout=PARSE_SECONDS, raise_on_error=True))
+        parsed = parse(f"${latex}$", parsing_timeout=PARSE_SECONDS, raise_on_error=True)
     except TimeoutException as error:
         raise TimeoutError(f"parsing took over {PARSE_SECONDS} s") from error
     except Exception:  # the same reason: no parse is no answer
-        return ()
+        return None
+    return parsed[0] if parsed and not isinstance(parsed[0], str) else None
 
 
-@lru_cache(maxsize=4096)  # a group's completions share their gold answer
-def _parse_gold(text: str) -> tuple[Any, ...]:
-    parsed = _parse(as_formula(text)) or _parse(text)
-    if not parsed:
-        raise ValueError(f"gold answer {text[:80]!r} can't be parsed")
-    return parsed
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, Expr) and bool(value.is_number)
 
 
-def as_formula(text: str) -> str:
-    """Return `text` between dollar signs: bare LaTeX is parsed only inside them."""
-    return f"${text.strip().strip('$')}$"
+def _is_same_constant(first: Any, second: Any, tolerance: float) -> bool:
+    """Compare by size, never by an absolute difference: 1e-8 and 2e-8 differ."""
+    if first == second:
+        return True
+    a, b = first.evalf(30), second.evalf(30)
+    if not (a.is_finite and b.is_finite):
+        return False
+    return abs(a - b) <= max(tolerance, _EXACT_TOLERANCE) * max(abs(a), abs(b))

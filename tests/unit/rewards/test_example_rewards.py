@@ -11,8 +11,8 @@ import pytest
 from megagrpo.config.load import load_config
 from megagrpo.registry import load_callable
 from megagrpo.rewards.build import build_scorer
-from megagrpo.rewards.extraction import extract_after_hashes
 from megagrpo.rewards.messages import RewardSpec
+from megagrpo.rewards.places import find_after_hashes
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -93,4 +93,4 @@ def test_word_problems_have_gsm8ks_columns_and_whole_number_answers():
     assert len({row["question"] for row in rows}) == len(rows) == 64
     for row in rows:
         assert row["prompt"].endswith(row["question"])
-        assert int(extract_after_hashes(row["answer"])) > 0
+        assert int(find_after_hashes(row["answer"])) > 0
