@@ -33,6 +33,7 @@ from megagrpo.policy.microbatches import PackingRules
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.update import PolicyUpdater
 from megagrpo.rewards.pool import RewardPool
+from megagrpo.rewards.special_tokens import text_with_special_tokens
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenizer
@@ -87,7 +88,13 @@ def build_session(config: Config, device: torch.device) -> Session:
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, hf.vocab_size)
     source, evaluation_prompts = load_prompts(config, tokenizer, hf.max_position_embeddings)
-    rewards = RewardPool(config.rewards)
+    rewards = RewardPool(
+        config.rewards,
+        columns_of_sources(source, evaluation_prompts),
+        None
+        if config.rewards.special_tokens == "strip"
+        else text_with_special_tokens(tokenizer, config.rollout.stop),
+    )
     layout = build_layout(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
     groups = build_groups(layout, config.run.collective_timeout_seconds)
     lock = hold_run_folder(Path(config.run.dir))
@@ -182,6 +189,16 @@ def load_tokenizer(config: Config) -> Any:
         raise UserError(
             f"model.tokenizer: {folder}: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
+
+
+def columns_of_sources(
+    source: PromptSource, held_out: list[tuple[EvaluationSetConfig, list[Prompt]]]
+) -> dict[str, list[str]]:
+    """Return the columns of each data set's first row, by the field that names the set."""
+    sets = {"data.source": source.prompts} | {
+        f"evaluation.sets.{number}.source": prompts for number, (_, prompts) in enumerate(held_out)
+    }
+    return {place: list(prompts[0].columns) for place, prompts in sets.items() if prompts}
 
 
 def load_prompts(

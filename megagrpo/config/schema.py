@@ -344,6 +344,11 @@ class RewardsConfig(Section):
         10.0, description="a completion that takes longer is killed and scores `failure_value`"
     )
     failure_value: float = Field(0.0, description="reward of a completion whose scoring timed out or crashed")
+    special_tokens: Literal["strip", "keep"] = Field(
+        "strip",
+        description="what rewards see of a completion's special tokens (<think>, tool marks, where they are "
+        "some); the one that ends it is left out always",
+    )
     outage_seconds: Annotated[PositiveFloat, FREE] = Field(
         60.0, description="the run stops where a reward scores nothing for so long, over several prompts"
     )

@@ -1,19 +1,29 @@
 """From a configured reward to a function over completions."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from math import isfinite
+from typing import Protocol
 
+from megagrpo.errors import UserError
 from megagrpo.registry import is_code_place
 from megagrpo.rewards.custom import CustomReward
 from megagrpo.rewards.messages import RewardSpec, Score
-from megagrpo.rewards.reward import REWARDS, build_registered
+from megagrpo.rewards.reward import REWARDS, ScoreFunction, build_registered
 from megagrpo.types import Completion, Prompt
 
 for _module in ("math", "format", "exact_match"):  # each registers its reward
     importlib.import_module(f"megagrpo.rewards.{_module}")
 
-Scorer = Callable[[Sequence[Prompt], Sequence[Completion]], list[Score]]
+
+class Scorer(Protocol):
+    """Scores the completions of a prompt by one reward."""
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        """Return one score per completion."""
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise UserError where a column that the reward reads is not among `columns`."""
 
 
 def is_custom(name: str) -> bool:
@@ -36,14 +46,29 @@ def build_scorer(spec: RewardSpec) -> Scorer:
     score = build_registered(spec.name, spec.options)
     if hasattr(score, "warm_up"):
         score.warm_up()
+    return _RegisteredReward(spec.name, score)
 
-    def score_each(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+
+class _RegisteredReward:
+    """A registered reward over several completions, one after the other."""
+
+    def __init__(self, name: str, score: ScoreFunction):
+        self._name, self._score = name, score
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         values = [
-            float(score(prompt, completion)) for prompt, completion in zip(prompts, completions, strict=True)
+            float(self._score(prompt, completion))
+            for prompt, completion in zip(prompts, completions, strict=True)
         ]
         for value in values:
             if not isfinite(value):
                 raise ValueError(f"returned {value}, not a finite number")
         return [Score(value) for value in values]
 
-    return score_each
+    def check_columns(self, columns: Collection[str]) -> None:
+        column = getattr(self._score, "column", None)
+        if column is not None and column not in columns:
+            raise UserError(
+                f"reward {self._name!r}: there is no column {column!r}; the columns: "
+                f"{', '.join(columns) or 'none'}"
+            )

@@ -1,18 +1,20 @@
 """A user's own reward: a function named by `FILE.py:function` or `package.module:function`."""
 
-import asyncio
 import inspect
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import UserError
 from megagrpo.registry import load_callable
 from megagrpo.rewards.messages import Score
 from megagrpo.rewards.returned import read_scores
-from megagrpo.rewards.signature import read_signature
+from megagrpo.rewards.signature import GIVEN, read_signature
 from megagrpo.rewards.texts import CompletionText, PromptText
 from megagrpo.types import Completion, Prompt
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class CustomReward:
@@ -34,6 +36,15 @@ class CustomReward:
         # one event loop for all calls, so that a client of a judge keeps its connections
         self._runner: asyncio.Runner | None = None
 
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise UserError where a parameter is neither an option nor a column."""
+        for name in self._form.required:
+            if name not in GIVEN and name not in columns:
+                raise UserError(
+                    f"reward {self._spec!r}: its parameter {name!r} is neither an option nor a column; the "
+                    f"columns: {', '.join(columns) or 'none'}"
+                )
+
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         """Return one score per completion.
 
@@ -47,7 +58,7 @@ class CustomReward:
             TimeoutError, ConnectionError, MemoryError: the function raised it; counted, the run goes on.
         """
         place = f"reward {self._spec!r}, prompt {prompts[0].id}"
-        arguments = self._arguments(place, prompts, completions)
+        arguments = self._arguments(prompts, completions)
         try:
             returned = self._function(**arguments, **self._options)
             if inspect.isawaitable(returned):
@@ -63,9 +74,7 @@ class CustomReward:
             ) from error
         return read_scores(place, returned, [completion.index for completion in completions])
 
-    def _arguments(
-        self, place: str, prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> dict[str, Any]:
+    def _arguments(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> dict[str, Any]:
         texts = [CompletionText(completion) for completion in completions]
         given = {
             "prompts": [PromptText(prompt) for prompt in prompts],
@@ -73,18 +82,15 @@ class CustomReward:
             "completion_ids": [list(text.token_ids) for text in texts],
         }
         known = prompts[0].columns
+        self.check_columns(known)
         columns = {
             name: [prompt.columns[name] for prompt in prompts] for name in known if name not in self._options
         }
-        try:
-            return self._form.arguments(given, columns)
-        except KeyError as error:
-            raise UserError(
-                f"{place}: its parameter {error.args[0]!r} is neither an option nor a column; the columns: "
-                f"{', '.join(map(str, known)) or 'none'}"
-            ) from None
+        return self._form.arguments(given, columns)
 
     def _await(self, awaitable: Any) -> Any:
+        import asyncio  # a tenth of a second, for those who use it
+
         async def wait() -> Any:
             return await awaitable
 

@@ -32,6 +32,8 @@ class Setup:
 
     rewards: tuple[RewardSpec, ...]
     search_path: tuple[str, ...]  # the pool's sys.path: a worker finds the modules that the pool finds
+    # columns of each data set that is to be scored, by the field that names it
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def encode_setup(setup: Setup) -> bytes:
 def decode_setup(body: bytes) -> Setup:
     """Return what `encode_setup` was given."""
     fields = json.loads(body)
-    return Setup(tuple(RewardSpec(**spec) for spec in fields["rewards"]), tuple(fields["search_path"]))
+    rewards = tuple(RewardSpec(**spec) for spec in fields["rewards"])
+    return Setup(rewards, tuple(fields["search_path"]), fields["columns"])
 
 
 def encode_request(request: Request) -> bytes:

@@ -28,10 +28,7 @@ class CallForm:
 
         Args:
             given: values for the names in `GIVEN`.
-            columns: values of the data's columns.
-
-        Raises:
-            KeyError: a required parameter is neither; its argument is the name.
+            columns: values of the data's columns, every required parameter among them.
         """
         arguments = {name: given[name] if name in given else columns[name] for name in self.required}
         everything = {**columns, **given}

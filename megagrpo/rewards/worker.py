@@ -15,8 +15,10 @@ from megagrpo.rewards.frames import read_frame, write_frame
 from megagrpo.rewards.isolation import end_with_parent, leave_network, limit_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megagrpo.rewards.build import Scorer
-    from megagrpo.rewards.messages import Refused, Reply
+    from megagrpo.rewards.messages import Refused, Reply, Request, Setup
 
 
 def serve(keeper: int, memory_bytes: int, network: bool) -> None:
@@ -42,7 +44,7 @@ def serve(keeper: int, memory_bytes: int, network: bool) -> None:
     try:
         setup = decode_setup(read_frame(pool))
         sys.path.extend(folder for folder in setup.search_path if folder not in sys.path)
-        scorers = Refused(problem) if problem else _build(setup.rewards)
+        scorers = Refused(problem) if problem else _build(setup)
         write_frame(pool, encode_reply(scorers if isinstance(scorers, Refused) else Ready()))
         while isinstance(scorers, list):
             request = decode_request(read_frame(pool))
@@ -59,19 +61,30 @@ def _take_socket() -> int:
     return pool
 
 
-def _build(specs) -> "list[Scorer] | Refused":
+def _build(setup: "Setup") -> "list[Scorer] | Refused":
     from megagrpo.rewards.build import build_scorer
     from megagrpo.rewards.messages import Refused
 
     try:
-        return [build_scorer(spec) for spec in specs]
+        scorers = [build_scorer(spec) for spec in setup.rewards]
+        for place, columns in setup.columns.items():
+            _check_columns(place, columns, scorers)
+        return scorers
     except UserError as error:
         return Refused(str(error))
     except MemoryError:
         return Refused("rewards.memory_gib: is too little for the rewards to start")
 
 
-def _answer(scorer: "Scorer", request, memory_bytes: int) -> "Reply":
+def _check_columns(place: str, columns: "Sequence[str]", scorers: "list[Scorer]") -> None:
+    for scorer in scorers:
+        try:
+            scorer.check_columns(columns)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from None
+
+
+def _answer(scorer: "Scorer", request: "Request", memory_bytes: int) -> "Reply":
     from megagrpo.rewards.messages import Failed, Refused, Scores
 
     try:

@@ -4,10 +4,11 @@ strictly.
 
 import pytest
 
-from megagrpo.config.schema import RewardConfig
+from megagrpo.config.schema import RewardConfig, RewardsConfig
 from megagrpo.errors import UserError
 from megagrpo.rewards.build import build_scorer
 from megagrpo.rewards.messages import RewardSpec, Score
+from megagrpo.rewards.pool import RewardPool
 
 
 @pytest.fixture
@@ -183,3 +184,20 @@ def test_no_opinion_at_all_is_a_counted_failure(open_pool, write_reward, make_gr
 def test_parts_reach_the_reward_under_its_name(open_pool, write_reward, make_group):
     (reward,) = open_pool(write_reward("return [{'tone': 0.5, 'length': 1.0}]")).score(*make_group("a"))
     assert (reward.value, reward.subparts) == (1.5, {"reward/tone": 0.5, "reward/length": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("custom", r"data\.source: reward .*: its parameter 'answer' is neither .* the columns: gold"),
+        ("math", r"data\.source: reward 'math': there is no column 'answer'; the columns: gold"),
+        ("exact_match", r"data\.source: reward 'exact_match': there is no column 'answer'"),
+    ],
+)
+def test_a_column_that_the_data_lacks_is_told_before_anything_is_scored(tmp_path, reward, message):
+    path = tmp_path / "needs_answer.py"
+    path.write_text("def reward(completions, answer, bonus=1.0): ...")
+    config = RewardsConfig(functions=[{"name": f"{path}:reward" if reward == "custom" else reward}])
+    with pytest.raises(UserError, match=message):
+        RewardPool(config, columns={"data.source": ["gold"]})
+    RewardPool(config, columns={"data.source": ["gold", "answer"]}).close()
