@@ -3,17 +3,25 @@ nothing.
 """
 
 import inspect
+import json
 from collections.abc import Iterator
+from typing import Any
 
 from megagrpo.algorithms.checks import check_algorithm_config
 from megagrpo.algorithms.losses import LOSSES
+from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config, RewardConfig
 from megagrpo.engines import ENGINES
 from megagrpo.engines.server.python_environment import PACKAGES, find_python
 from megagrpo.errors import ConfigError, UserError
-from megagrpo.registry import suggestion
+from megagrpo.evaluation.metrics import EVALUATION_METRICS
+from megagrpo.models.families import load_all
+from megagrpo.models.family import FAMILIES
+from megagrpo.registry import Registry, suggestion
 from megagrpo.rewards.build import is_custom
+from megagrpo.rewards.pool import RewardPool
 from megagrpo.rewards.reward import REWARDS
+from megagrpo.telemetry.writers import WRITERS
 
 
 def verify_components(config: Config) -> None:
@@ -28,12 +36,18 @@ def verify_components(config: Config) -> None:
         config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens
     )
     problems += _check_off_policy(config)
+    problems += _check_family(config)
     try:
         ENGINES.get(config.engine.name)
         if config.engine.name in PACKAGES and not config.engine.addresses:
             find_python(config.engine.python, PACKAGES[config.engine.name])
     except UserError as error:
         problems.append(str(error) if str(error).startswith("engine.") else f"engine.name: {error}")
+    for name in config.telemetry.writers:
+        problems += _check_found("telemetry.writers", WRITERS, name)
+    for position, held_out in enumerate(config.evaluation.sets):
+        for name in held_out.metrics:
+            problems += _check_found(f"evaluation.sets.{position}.metrics", EVALUATION_METRICS, name)
     for position, reward in enumerate(config.rewards.functions):
         problems.extend(_check_reward(f"rewards.functions.{position}", reward))
     if problems:
@@ -57,6 +71,47 @@ def _check_off_policy(config: Config) -> Iterator[str]:
             f"rollout.off_policy {config.rollout.off_policy}; set algorithm.correction (say, importance: "
             "token)"
         )
+
+
+def verify_own_rewards(config: Config) -> None:
+    """Load the rewards that are user code in a worker process, and check how they can be called.
+
+    Raises:
+        ConfigError: the first that can't be loaded or called.
+    """
+    for position, reward in enumerate(config.rewards.functions):
+        if not is_custom(reward.name):
+            continue
+        try:
+            RewardPool(config.rewards.model_copy(update={"functions": (reward,), "workers": 1})).close()
+        except UserError as error:
+            raise ConfigError([f"rewards.functions.{position}.name: {error}"]) from error
+
+
+def _check_found(place: str, registry: Registry[Any], name: str) -> Iterator[str]:
+    try:
+        registry.find(name)
+    except UserError as error:
+        yield f"{place}: {error}"
+
+
+def _check_family(config: Config) -> Iterator[str]:
+    """Unknown architectures, and fields of config.json that change the maths and are not supported."""
+    folder = hf_folder_of(config.model.path)
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # told with the files
+    load_all()
+    name = raw.get("model_type") if isinstance(raw, dict) else None
+    if name in FAMILIES.names():
+        return
+    sees = isinstance(raw, dict) and {"vision_config", "vision_start_token_id", "image_token_id"} & set(raw)
+    what = "a model that sees images: they are not supported" if sees else "no architecture of this version"
+    yield (
+        f"model.path: {folder}/config.json: model_type {name!r} is {what}; supported: "
+        f"{', '.join(FAMILIES.names())}"
+    )
 
 
 def _check_reward(place: str, reward: RewardConfig) -> Iterator[str]:

@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config.model_folder import hf_folder_of
+from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
 from megagrpo.config.schema import Config
+from megagrpo.errors import UserError
 from megagrpo.registry import is_code_place
+from megagrpo.rollout.data_sources import find_source, looks_like_hub_name
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def read_hf_config(path: str) -> dict[str, Any] | None:
@@ -24,8 +28,7 @@ def read_hf_config(path: str) -> dict[str, Any] | None:
 def check_files(config: Config) -> Iterator[str]:
     """Yield one line for each file that is missing or cannot be what the field says."""
     yield from _check_model(config.model.path)
-    if config.model.tokenizer is not None and not Path(config.model.tokenizer).is_dir():
-        yield f"model.tokenizer: {config.model.tokenizer}: no such folder"
+    yield from _check_tokenizer(config)
     yield from _check_source("data.source", config.data.source)
     for position, held_out in enumerate(config.evaluation.sets):
         yield from _check_source(f"evaluation.sets.{position}.source", held_out.source)
@@ -37,7 +40,13 @@ def check_files(config: Config) -> Iterator[str]:
 def _check_model(path: str) -> Iterator[str]:
     folder = Path(path)
     if not folder.is_dir():
-        yield f"model.path: {path}: no such folder"
+        hint = (
+            f"; a name of the Hugging Face hub is not read: hf download {path} --local-dir "
+            f"models/{folder.name}, then model.path=models/{folder.name}"
+            if looks_like_hub_name(path)
+            else ""
+        )
+        yield f"model.path: {path}: no such folder{hint}"
     elif not (hf_folder_of(folder) / "config.json").is_file():
         yield (
             f"model.path: {path}: no config.json in it; an HF folder has config.json, safetensors and a "
@@ -45,6 +54,32 @@ def _check_model(path: str) -> Iterator[str]:
         )
     elif read_hf_config(path) is None:
         yield f"model.path: {path}/config.json: not a JSON object"
+    elif not is_megatron_checkpoint(folder):
+        yield from _check_weights(folder)
+
+
+def _check_weights(folder: Path) -> Iterator[str]:
+    if any(folder.glob("*.safetensors")):
+        return
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled:
+        yield (
+            f"model.path: {folder}: its weights are in {pickled[0]}, a pickle, and safetensors are read; "
+            "save it again: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
+    else:
+        yield f"model.path: {folder}: no weights (*.safetensors) in it"
+
+
+def _check_tokenizer(config: Config) -> Iterator[str]:
+    folder = Path(config.model.tokenizer or hf_folder_of(config.model.path))
+    if config.model.tokenizer is not None and not folder.is_dir():
+        yield f"model.tokenizer: {folder}: no such folder"
+    elif (folder / "config.json").is_file() and not any(
+        (folder / name).is_file() for name in TOKENIZER_FILES
+    ):
+        field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
+        yield f"{field}: {folder}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES)})"
 
 
 def _check_source(place: str, source: str) -> Iterator[str]:
@@ -52,7 +87,11 @@ def _check_source(place: str, source: str) -> Iterator[str]:
         location = source.rpartition(":")[0]
         if location.endswith(".py") and not Path(location).is_file():
             yield f"{place}: {location}: no such file"
-    elif not Path(source).is_file():
-        yield f"{place}: {source}: no such file"
-    elif Path(source).stat().st_size == 0:
+        return
+    try:
+        find_source(source)
+    except UserError as error:
+        yield f"{place}: {source}: {error}"
+        return
+    if Path(source).stat().st_size == 0:
         yield f"{place}: {source}: the file is empty"

@@ -19,7 +19,7 @@ def prepare_run(
         config_file: YAML file of the run.
         overrides: `section.field=value`.
         num_ranks: ranks of the run; None: one replica, tp * pp * cp.
-        ranks_on_host: ranks that share this host's cores; None: all of them.
+        ranks_on_host: ranks that share this host's cores; None: this is no rank, it will launch them all.
 
     Returns:
         (configuration, ranks).
@@ -29,17 +29,22 @@ def prepare_run(
     """
     from megagrpo.config.load import load_config
     from megagrpo.planning.checks import verify_config
+    from megagrpo.planning.data_checks import verify_data
 
     config = load_config(config_file, list(overrides))
     parallel = config.parallel
     num_ranks = num_ranks or parallel.tp * parallel.pp * parallel.cp
     verify_config(config, num_ranks)
+    verify_data(config)
     from megagrpo.device.launch import set_deterministic_environment, set_thread_environment
 
     if config.run.deterministic:
         set_deterministic_environment()
     set_thread_environment(ranks_on_host or num_ranks)  # ranks that are launched inherit it
-    from megagrpo.planning.components import verify_components  # the first import of torch
+    # the first import of torch
+    from megagrpo.planning.components import verify_components, verify_own_rewards
 
     verify_components(config)
+    if ranks_on_host is None:  # before a launch; ranks start their own workers anyway
+        verify_own_rewards(config)
     return config, num_ranks

@@ -21,9 +21,11 @@ def run_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(
-        json.dumps({"num_attention_heads": 4, "num_hidden_layers": 4})
+        json.dumps({"model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 4})
     )
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / "model" / name).touch()
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 32)
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact_match}]}\n"

@@ -29,8 +29,10 @@ def run_file(tmp_path, monkeypatch):
         "num_hidden_layers": 4,
         "max_position_embeddings": 1024,
     }
-    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", **model}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / "model" / name).touch()
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 32)
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact_match}]}\n"

@@ -1,0 +1,66 @@
+"""Checks of the first rows of each data set: what would else be told after the ranks were launched, or after
+the first rollout. Imports no torch.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from megagrpo.config.schema import Config
+from megagrpo.errors import ConfigError, UserError
+from megagrpo.rewards.build import REWARDS
+from megagrpo.rollout.data_sources import DATA_SOURCES, find_source, read_rows
+
+
+def verify_data(config: Config) -> None:
+    """Read the first rows of each file and load each function that returns rows, which is not called.
+
+    Raises:
+        ConfigError: all mistakes, one line each.
+    """
+    problems = [*_check_set(config, "data.source", config.data.source, config.rollout.prompts_per_step)]
+    for position, held_out in enumerate(config.evaluation.sets):
+        problems += _check_set(config, f"evaluation.sets.{position}.source", held_out.source, 1)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_set(config: Config, place: str, source: str, num_prompts: int) -> Iterator[str]:
+    try:
+        if DATA_SOURCES.is_own_code(source):
+            find_source(source)
+            return
+        limit = config.data.limit if place == "data.source" else None
+        rows = list(islice(read_rows(place, source, limit), num_prompts))
+    except UserError as error:
+        text = str(error)
+        yield text if text.startswith(f"{place}: ") else f"{place}: {text}"
+        return
+    if not rows:
+        yield f"{place}: {source}: no rows"
+        return
+    if len(rows) < num_prompts:
+        yield (
+            f"rollout.prompts_per_step: {num_prompts}: {source} has {len(rows)} rows, so a step would hold "
+            "a prompt twice; take fewer, or add rows"
+        )
+    yield from _check_columns(config, f"{place}: {source}", rows[0])
+
+
+def _check_columns(config: Config, place: str, row: Mapping[str, Any]) -> Iterator[str]:
+    columns = f"its columns: {', '.join(map(str, row)) or 'none'}"
+    if config.data.prompt_field not in row:
+        yield f"{place}: no column {config.data.prompt_field!r} (data.prompt_field); {columns}"
+    for position, reward in enumerate(config.rewards.functions):
+        if reward.name not in REWARDS.names():
+            continue
+        parameter = inspect.signature(REWARDS.get(reward.name)).parameters.get("column")
+        if parameter is None:
+            continue
+        column = reward.options.get("column", parameter.default)
+        if column not in row:
+            yield (
+                f"{place}: no column {column!r}, which reward {reward.name} compares with "
+                f"(rewards.functions.{position}.options.column); {columns}"
+            )
