@@ -26,11 +26,11 @@ _SCALARS = (
 
 class _Loader(yaml.SafeLoader):
     # filled below; the inherited YAML 1.1 table must not be shared
-    yaml_implicit_resolvers: ClassVar[dict] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
 
 class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers: ClassVar[dict] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
 
 for _tag, _pattern, _first in _SCALARS:
@@ -42,7 +42,7 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     return int(loader.construct_scalar(node))  # decimal always: YAML 1.1 would read 010 as 8
 
 
-def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     loader.flatten_mapping(node)
     seen: set[Any] = set()
     for key_node, _ in node.value:

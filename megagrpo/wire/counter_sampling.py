@@ -35,7 +35,10 @@ class Sampling(Protocol):
 
 
 def row_keys(
-    seed: int, step: int, prompt_ids: Sequence[int], completion_indices: Sequence[int]
+    seed: int,
+    step: int,
+    prompt_ids: Sequence[int] | np.ndarray,
+    completion_indices: Sequence[int] | np.ndarray,
 ) -> np.ndarray:
     """Return one 64-bit key per row, uint64 [R]: the identity of a completion's stream of uniforms.
 
@@ -43,10 +46,9 @@ def row_keys(
         seed, step: of the run; any integers, taken modulo 2**64.
         prompt_ids, completion_indices: R integers each.
     """
-    words = (np.asarray([word], dtype=object) for word in (seed, step))
     keys = np.zeros(len(prompt_ids), dtype=np.uint64)
-    for word in (*words, prompt_ids, completion_indices):
-        keys = _absorb(keys, word)
+    for words in ([seed], [step], prompt_ids, completion_indices):
+        keys = _absorb(keys, words)
     return keys
 
 

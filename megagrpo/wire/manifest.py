@@ -124,7 +124,7 @@ def checksum_of(tensor: torch.Tensor) -> str:
     CPU.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{zlib.crc32(flat.numpy()):08x}"
+    return f"{zlib.crc32(flat.numpy().data):08x}"
 
 
 def check_tensor(entry: TensorEntry, tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> None:

@@ -90,14 +90,15 @@ class TransferGroup:
             RuntimeError (of torch): not all have joined in time.
         """
         self.address, self.rank, self.device = address, rank, torch.device(device)
-        self._store = store or dist.TCPStore(
+        joined = store or dist.TCPStore(
             address.master_address,
             address.master_port,
             is_master=False,
             timeout=timedelta(seconds=_STORE_SECONDS),
         )
-        self.timeout_seconds = float(self._store.get(_TIMEOUT_KEY))
-        self._store.set_timeout(timedelta(seconds=self.timeout_seconds))
+        self._store: dist.TCPStore | None = joined
+        self.timeout_seconds = float(joined.get(_TIMEOUT_KEY))
+        joined.set_timeout(timedelta(seconds=self.timeout_seconds))
         self._all = self._build("all", rank, address.world_size)
         engine_ranks = address.world_size - address.rank_offset
         self._engine = (
@@ -179,12 +180,13 @@ class TransferGroup:
 
     def _build(self, name: str, rank: int, size: int) -> Any:
         timeout = timedelta(seconds=self.timeout_seconds)
+        assert self._store is not None, "the group was left"
         store = dist.PrefixStore(name, self._store)
         if self.address.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = 10 * timeout  # NCCL's watchdog would end the process; the waits end before
             return dist.ProcessGroupNCCL(store, rank, size, options)
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
         options._timeout = timeout
         options._devices = [
             dist.ProcessGroupGloo.create_device(hostname=own_address_towards(self.address.master_address))
