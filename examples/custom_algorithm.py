@@ -18,7 +18,7 @@ import torch
 
 from megagrpo.algorithms.aggregation import aggregate_loss
 from megagrpo.algorithms.algorithm import Algorithm
-from megagrpo.algorithms.losses import LossInputs, LossOutput, register_loss
+from megagrpo.algorithms.losses import LossInputs, LossOutput, exp_log_ratio, register_loss
 from megagrpo.algorithms.metrics import declare_metric, finalize_metrics, measure
 from megagrpo.config.algorithm import AlgorithmConfig
 
@@ -30,7 +30,7 @@ def power_clip(inputs: LossInputs) -> LossOutput:
     """PPO's clip on a flattened ratio, r^power: the further the actor has moved, the less it is trusted. At r
     = 1 the division by `power` makes the gradient that of REINFORCE."""
     power = inputs.option("power")
-    ratio = torch.exp(power * inputs.log_ratio())
+    ratio = exp_log_ratio(power * inputs.log_ratio())
     clipped = ratio.clamp(1 - inputs.config.clip_low, 1 + inputs.config.clip_high)
     loss = torch.maximum(-ratio * inputs.advantages, -clipped * inputs.advantages) / power
     return LossOutput(loss, {"power_ratio": measure("power_ratio", ratio)})

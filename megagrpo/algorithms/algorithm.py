@@ -9,7 +9,6 @@ are invalid for the advantages.
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from megagrpo.algorithms.advantages import AdvantageResult, compute_advantages
@@ -17,7 +16,7 @@ from megagrpo.algorithms.aggregation import compute_token_weights
 from megagrpo.algorithms.checks import check_algorithm_config
 from megagrpo.algorithms.correction import CorrectionResult, compute_correction
 from megagrpo.algorithms.kl import compute_k3, compute_kl_penalty, estimate_kl, update_kl_coef
-from megagrpo.algorithms.losses import LOSSES, LossInputs, LossOutput
+from megagrpo.algorithms.losses import LOSSES, LossInputs, LossOutput, exp_log_ratio
 from megagrpo.algorithms.metrics import Metric, measure
 from megagrpo.algorithms.overlong import compute_overlong_penalty, mask_overlong
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -225,7 +224,7 @@ class Algorithm:
 def measure_policy(inputs: LossInputs) -> dict[str, Metric]:
     """Measure how far the actor has moved on these tokens; every loss reports these."""
     log_ratio = inputs.log_ratio().detach()
-    ratio = torch.exp(log_ratio)
+    ratio = exp_log_ratio(log_ratio)
     metrics = {
         "ratio": measure("ratio", ratio),
         "ratio_max": measure("ratio_max", ratio),

@@ -7,6 +7,7 @@ from megagrpo.algorithms.losses.base import (
     LossOutput,
     TokenLoss,
     attach_gradient,
+    exp_log_ratio,
     register_loss,
 )
 
@@ -17,6 +18,7 @@ __all__ = [
     "TokenLoss",
     "attach_gradient",
     "cispo",
+    "exp_log_ratio",
     "gmpo",
     "gspo",
     "policy_gradient",

@@ -13,7 +13,7 @@ of two ranks.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import UserError
 from megagrpo.registry import Registry
 
-# exp(20) = 4.9e8 is far beyond every clip bound and finite in float32; beyond it the ratio is constant and
-# keeps its gradient.
+# exp(20) = 4.9e8 is far beyond every clip bound and finite in float32.
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -73,9 +72,8 @@ class LossInputs:
         return self.config.loss_options.get(name, LOSSES.find(self.config.loss).options[name])
 
     def log_ratio(self) -> Tensor:
-        """Return log(actor / old) [T], limited to 20 in value but not in gradient."""
-        log_ratio = self.actor_logprobs - self.old_logprobs.detach()
-        return log_ratio - (log_ratio.detach() - LOG_RATIO_LIMIT).clamp(min=0)
+        """Return log(actor / old) [T], without any bound; `exp_log_ratio` takes its exponential."""
+        return self.actor_logprobs - self.old_logprobs.detach()
 
     def sum_sequences(self, values: Tensor) -> Tensor:
         """Return the sums of `values` [T] over each sequence's loss tokens [num_sequences], those on other
@@ -90,21 +88,6 @@ class LossInputs:
         values = values.detach()
         counts = self.sum_sequences(torch.ones_like(values))
         return (self.sum_sequences(values) / counts.clamp(min=1))[self.sequence_ids]
-
-    def take_rows(
-        self, rows: slice | Tensor, actor_logprobs: Tensor, entropy: Tensor | None = None
-    ) -> "LossInputs":
-        """Return the inputs of some rows with their own `actor_logprobs` [R] and `entropy` [R].
-
-        For kernels that form the gradient chunk by chunk; a loss that `needs_whole_sequences` must not be
-        given parts.
-        """
-        changes: dict[str, Tensor | None] = {"actor_logprobs": actor_logprobs, "entropy": entropy}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, Tensor) and item.name not in changes:
-                changes[item.name] = value[rows]
-        return replace(self, **changes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -159,6 +142,14 @@ def register_loss(
         return function
 
     return add
+
+
+def exp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio), limited to exp(20) in value but not in gradient, which stays that of exp(20).
+
+    The one place where a log-ratio is bounded: a sum or a mean of log-ratios (gspo, gmpo) is taken first.
+    """
+    return torch.exp(log_ratio - (log_ratio.detach() - LOG_RATIO_LIMIT).clamp(min=0))
 
 
 def attach_gradient(values: Tensor, logprobs: Tensor) -> Tensor:

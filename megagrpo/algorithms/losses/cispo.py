@@ -7,9 +7,13 @@ Differences from the paper: the value is -w A instead of -w A log pi (same gradi
 loss 0. The paper sets no lower bound: `clip_low` of 1 or more does that. It does not publish its upper bound.
 """
 
-import torch
-
-from megagrpo.algorithms.losses.base import LossInputs, LossOutput, attach_gradient, register_loss
+from megagrpo.algorithms.losses.base import (
+    LossInputs,
+    LossOutput,
+    attach_gradient,
+    exp_log_ratio,
+    register_loss,
+)
 from megagrpo.algorithms.metrics import measure
 
 
@@ -19,7 +23,7 @@ def cispo(inputs: LossInputs) -> LossOutput:
     clip_high), detached.
     """
     low, high = 1 - inputs.config.clip_low, 1 + inputs.config.clip_high
-    ratio = torch.exp(inputs.log_ratio().detach())
+    ratio = exp_log_ratio(inputs.log_ratio().detach())
     loss = attach_gradient(-ratio.clamp(low, high) * inputs.advantages, inputs.actor_logprobs)
     trains = inputs.advantages != 0
     return LossOutput(

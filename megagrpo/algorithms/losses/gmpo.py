@@ -11,7 +11,13 @@ ratio here, as in the paper: 0.4 and 0.4 are its (e^-0.4, e^0.4).
 
 import torch
 
-from megagrpo.algorithms.losses.base import LossInputs, LossOutput, attach_gradient, register_loss
+from megagrpo.algorithms.losses.base import (
+    LossInputs,
+    LossOutput,
+    attach_gradient,
+    exp_log_ratio,
+    register_loss,
+)
 from megagrpo.algorithms.metrics import measure
 
 
@@ -24,7 +30,7 @@ def gmpo(inputs: LossInputs) -> LossOutput:
     low = (inputs.advantages < 0) & (log_ratio < -inputs.config.clip_low)
     high = (inputs.advantages > 0) & (log_ratio > inputs.config.clip_high)
     clipped = torch.where(high, inputs.config.clip_high, torch.where(low, -inputs.config.clip_low, log_ratio))
-    value = -torch.exp(inputs.sequence_mean(clipped)) * inputs.advantages
+    value = -exp_log_ratio(inputs.sequence_mean(clipped)) * inputs.advantages
     loss = torch.where(low | high, value, attach_gradient(value, inputs.actor_logprobs))
     return LossOutput(
         loss,

@@ -11,15 +11,19 @@ pi(token t). The sequence statistic is detached, so context-parallel ranks excha
 nothing in the backward. It equals the paper under aggregation `sequence_mean`.
 """
 
-import torch
-
-from megagrpo.algorithms.losses.base import LossInputs, LossOutput, attach_gradient, register_loss
+from megagrpo.algorithms.losses.base import (
+    LossInputs,
+    LossOutput,
+    attach_gradient,
+    exp_log_ratio,
+    register_loss,
+)
 from megagrpo.algorithms.losses.ppo_clip import clipped_surrogate, measure_clipping
 
 
 @register_loss("gspo", needs_whole_sequences=True)
 def gspo(inputs: LossInputs) -> LossOutput:
     """Compute -min(s A, clip(s) A) per token, s = exp(mean over the sequence of log(actor / old))."""
-    sequence_ratio = torch.exp(inputs.sequence_mean(inputs.log_ratio()))
+    sequence_ratio = exp_log_ratio(inputs.sequence_mean(inputs.log_ratio()))
     ratio = attach_gradient(sequence_ratio, inputs.actor_logprobs)
     return LossOutput(clipped_surrogate(ratio, inputs), measure_clipping(ratio, inputs))

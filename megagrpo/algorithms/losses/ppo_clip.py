@@ -12,7 +12,7 @@ keep their gradient, so that no 0 * inf appears.
 import torch
 from torch import Tensor
 
-from megagrpo.algorithms.losses.base import LossInputs, LossOutput, register_loss
+from megagrpo.algorithms.losses.base import LossInputs, LossOutput, exp_log_ratio, register_loss
 from megagrpo.algorithms.metrics import Metric, measure
 
 
@@ -22,7 +22,7 @@ def ppo_clip(inputs: LossInputs) -> LossOutput:
 
     With the option `dual_clip` c > 1, tokens with a negative advantage lose at most -c A; 0 turns it off.
     """
-    ratio = torch.exp(inputs.log_ratio())
+    ratio = exp_log_ratio(inputs.log_ratio())
     loss = clipped_surrogate(ratio, inputs)
     metrics = measure_clipping(ratio, inputs)
     if (bound := inputs.option("dual_clip")) > 0:

@@ -9,7 +9,7 @@ two temperatures agree; its gradient there is that of REINFORCE for every tau.
 
 import torch
 
-from megagrpo.algorithms.losses.base import LossInputs, LossOutput, register_loss
+from megagrpo.algorithms.losses.base import LossInputs, LossOutput, exp_log_ratio, register_loss
 
 
 @register_loss("sapo", options={"tau_positive": 1.0, "tau_negative": 1.05})
@@ -17,7 +17,7 @@ def sapo(inputs: LossInputs) -> LossOutput:
     """Compute -(4 / tau) sigmoid(tau (r - 1)) A per token; tau = tau_positive where A > 0, else
     tau_negative.
     """
-    ratio = torch.exp(inputs.log_ratio())
+    ratio = exp_log_ratio(inputs.log_ratio())
     positive, negative = (
         ratio.new_tensor(inputs.option("tau_positive")),
         ratio.new_tensor(inputs.option("tau_negative")),

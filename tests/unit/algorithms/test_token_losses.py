@@ -6,6 +6,7 @@ with `sequence_mean`.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -228,7 +229,17 @@ def test_rows_taken_alone_have_the_same_loss_unless_the_loss_needs_whole_sequenc
     inputs = build_inputs(name, actor, old, sequence_ids)
     whole = LOSSES.get(name)(inputs).loss
     chunks = [slice(0, 5), slice(5, 18), slice(18, 27)]  # cuts within sequences
-    alone = torch.cat([LOSSES.get(name)(inputs.take_rows(rows, actor[rows])).loss for rows in chunks])
+
+    def take(rows):
+        return replace(
+            inputs,
+            actor_logprobs=actor[rows],
+            old_logprobs=old[rows],
+            advantages=inputs.advantages[rows],
+            sequence_ids=sequence_ids[rows],
+        )
+
+    alone = torch.cat([LOSSES.get(name)(take(rows)).loss for rows in chunks])
     assert torch.equal(alone, whole) != LOSSES.get(name).needs_whole_sequences
 
 
@@ -257,6 +268,42 @@ def test_ratio_beyond_its_limit_keeps_its_gradient():
     )
     LOSSES.get("ppo_clip")(inputs).loss.sum().backward()
     assert math.isfinite(actor.grad.item()) and actor.grad.item() > 1e6
+
+
+@pytest.mark.parametrize("log_ratios", [(21.0, -21.0), (30.0, -25.0, -5.0), (-60.0, 60.5)])
+def test_gspo_takes_the_mean_of_log_ratios_of_any_size(log_ratios):
+    """GSPO's s = exp(mean of the log-ratios) is about 1 where large ones cancel; a bound on each would not."""
+    actor = torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(
+        actor,
+        torch.zeros_like(actor),
+        torch.ones_like(actor),
+        torch.zeros(len(log_ratios), dtype=torch.int64),
+        1,
+        AlgorithmConfig(loss="gspo", clip_low=0.5, clip_high=0.5),
+    )
+    loss = LOSSES.get("gspo")(inputs).loss
+    assert loss.tolist() == pytest.approx([-math.exp(sum(log_ratios) / len(log_ratios))] * len(log_ratios))
+    loss.sum().backward()
+    assert torch.allclose(actor.grad, loss.detach())  # s A grad log pi for each token
+
+
+def test_gmpo_takes_the_mean_of_log_ratios_of_any_size():
+    """With A < 0 only the lower side is clipped: exp((21 - 18) / 2), though 21 and more are beyond exp's
+    bound.
+    """
+    log_ratios, advantage = (21.0, -30.0), -1.0
+    actor = torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(
+        actor,
+        torch.zeros_like(actor),
+        torch.full_like(actor, advantage),
+        torch.zeros(2, dtype=torch.int64),
+        1,
+        AlgorithmConfig(loss="gmpo", clip_low=18.0, clip_high=0.4),
+    )
+    loss = LOSSES.get("gmpo")(inputs).loss
+    assert loss.tolist() == pytest.approx([math.exp(1.5)] * 2)
 
 
 @pytest.mark.parametrize(
