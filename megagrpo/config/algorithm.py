@@ -1,6 +1,6 @@
 """The `algorithm:` section: advantages, token loss, aggregation, KL, correction, overlong handling."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,8 +44,8 @@ class KLConfig(Section):
         "k3", description="exact: over the full vocabulary (loss only)"
     )
     placement: Literal["loss", "reward"] = "loss"
-    linear_above: PositiveFloat = Field(
-        10.0, description="k3 goes on linearly where log(reference / actor) exceeds this"
+    linear_above: Annotated[float, Field(gt=0, le=20)] = Field(
+        10.0, description="k3 goes on linearly where log(reference / actor) exceeds this, 20 at most"
     )
     adaptive_target: PositiveFloat | None = Field(
         None, description="KL per token that an adaptive coefficient holds; default: fixed"

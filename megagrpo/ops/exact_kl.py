@@ -53,7 +53,7 @@ def linear_exact_kl(
     """KL(softmax(hidden @ weight.T / t) || softmax(reference_hidden @ reference_weight.T / t)),
     differentiable in hidden and weight.
 
-    Collective over `group`: one MAX and one SUM all-reduce in the forward, and one SUM of dL/dhidden in the
+    Collective over `group`: one MAX and two SUM all-reduces in the forward, and one SUM of dL/dhidden in the
         backward where
     `reduce_hidden_grad`; none where T is 0.
 
@@ -80,7 +80,9 @@ def linear_exact_kl(
     check_inputs("linear_exact_kl", hidden, weight, targets, vocab_size, temperature)
     check_reference("linear_exact_kl", reference_hidden, reference_weight, hidden, weight)
     shard = VocabShard.of(weight, vocab_size, group)
-    reference = LogitTiles(reference_hidden.detach(), reference_weight.detach(), shard, temperature)
+    reference = LogitTiles(
+        reference_hidden.detach(), reference_weight.detach(), shard, temperature, bounds=True
+    )
     results = _LinearExactKl.apply(
         hidden, weight, reference, targets, temperature, shard, reduce_hidden_grad, accumulate_main_grad
     )
@@ -93,7 +95,7 @@ class _LinearExactKl(torch.autograd.Function):
         ctx, hidden, weight, reference, targets, temperature, shard, reduce_hidden_grad, accumulate_main_grad
     ):
         statistics = compute_pair_statistics(
-            LogitTiles(hidden, weight, shard, temperature), reference, targets
+            LogitTiles(hidden, weight, shard, temperature, bounds=True), reference, targets
         )
         kl, entropy = statistics.kl(), statistics.actor.entropy()
         logprobs = reference_logprobs = None
@@ -110,7 +112,7 @@ class _LinearExactKl(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_kl, grad_entropy, grad_logprobs, _unused):
         hidden, weight, targets, kl, entropy, log2_normaliser, reference_log2_normaliser = ctx.saved_tensors
-        tiles = LogitTiles(hidden, weight, ctx.shard, ctx.temperature)
+        tiles = LogitTiles(hidden, weight, ctx.shard, ctx.temperature, bounds=True)
         gradient = LogitGradient(tiles, log2_normaliser)
         gradient.add_logprobs(grad_logprobs, targets)
         gradient.add_entropy(grad_entropy, entropy)

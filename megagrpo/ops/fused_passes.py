@@ -13,6 +13,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+# Takes the place of -inf, the logit of a masked token, and of "no column seen yet": its probability is
+# exactly 0, and 0 * log 0 and -inf - -inf, which would be NaN, never appear.
+LOWEST_LOGIT = -1e30
+
 
 def is_fused(device: torch.device) -> bool:
     """Whether tiles on `device` take the fused passes."""
@@ -39,6 +43,7 @@ def tile_gradient_(x: Tensor, log2_normaliser: Tensor, constant: Tensor, slope: 
 
 
 def _statistics(x: Tensor, maximum: Tensor, with_moment: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    x = x.clamp(min=LOWEST_LOGIT)
     raised = torch.maximum(maximum, x.amax(dim=1))
     centred = x - raised.unsqueeze(1)
     exponential = torch.exp2(centred)
@@ -46,7 +51,7 @@ def _statistics(x: Tensor, maximum: Tensor, with_moment: bool) -> tuple[Tensor, 
 
 
 def _gradient_(x: Tensor, log2_normaliser: Tensor, constant: Tensor, slope: Tensor | None) -> None:
-    log2_probability = x - log2_normaliser
+    log2_probability = x.clamp(min=LOWEST_LOGIT) - log2_normaliser
     factor = constant if slope is None else constant + slope * log2_probability
     x.copy_(torch.exp2(log2_probability) * factor)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megagrpo.ops.fused_passes import is_fused
+from megagrpo.ops.fused_passes import LOWEST_LOGIT, is_fused
 from megagrpo.ops.matmul import as_operand, multiply_transposed, statistics_dtype
 from megagrpo.ops.row_statistics import LOG2E, RowStatistics
 from megagrpo.ops.tiling import choose_tiling
@@ -20,12 +20,22 @@ class LogitTiles:
         weight: [Vp, H].
         shard: which columns are real.
         temperature: scalar or [T]; the logits are divided by it here and nowhere else.
+        bounds: bound the logits below when they are written, so that -inf (a masked token) makes no NaN;
+            False leaves that to the fused passes.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float | Tensor):
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        shard: VocabShard,
+        temperature: float | Tensor,
+        bounds: bool | None = None,
+    ):
         self.hidden, self.weight, self.shard = hidden, weight, shard
         self.dtype = statistics_dtype(hidden.dtype)
         self.device = hidden.device
+        self.bounds = not is_fused(hidden.device) if bounds is None else bounds
         self.tiling = choose_tiling(hidden.shape[0], hidden.device)
         if isinstance(temperature, Tensor):
             self.row_scale: Tensor | None = (1.0 / temperature.to(self.dtype)).unsqueeze(1)
@@ -73,6 +83,8 @@ class LogitTiles:
         multiply_transposed(out, self.hidden_operand(rows), weight, self.scale)
         if self.row_scale is not None:
             out.mul_(self.row_scale[rows])
+        if self.bounds:
+            out.clamp_(min=LOWEST_LOGIT)
 
 
 def view(buffer: Tensor, rows: slice, columns: slice) -> Tensor:

@@ -15,14 +15,11 @@ import math
 import torch
 from torch import Tensor
 
-from megagrpo.ops.fused_passes import is_fused, tile_statistics
+from megagrpo.ops.fused_passes import LOWEST_LOGIT, is_fused, tile_statistics
 from megagrpo.ops.vocab_shard import VocabShard
 
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
-# Stands for "no column seen yet". Finite, because 2^(-inf - -inf) would be NaN on ranks that hold padding
-# alone.
-_LOWEST = -1e30
 
 
 class RowStatistics:
@@ -36,7 +33,7 @@ class RowStatistics:
     """
 
     def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device, with_moment: bool):
-        self.maximum = torch.full((num_rows,), _LOWEST, dtype=dtype, device=device)
+        self.maximum = torch.full((num_rows,), LOWEST_LOGIT, dtype=dtype, device=device)
         # total, target and moment lie in one buffer, so that one SUM all-reduce carries them.
         self.sums = torch.zeros((3 if with_moment else 2, num_rows), dtype=dtype, device=device)
         self.total, self.target = self.sums[0], self.sums[1]
@@ -54,35 +51,20 @@ class RowStatistics:
         if is_fused(x.device):
             self._update_fused(rows, x)
             return
-        self.recentre(rows, x, centred)
+        raised = torch.maximum(self.maximum[rows], x.amax(dim=1))
+        self.move_to(raised, rows)
+        torch.sub(x, raised.unsqueeze(1), out=centred)
         torch.exp2(centred, out=exponential)
         self.total[rows].add_(exponential.sum(dim=1))
         if self.moment is not None:
             self.moment[rows].add_(centred.mul_(exponential).sum(dim=1))
 
     def _update_fused(self, rows: slice, x: Tensor) -> None:
-        maximum = self.maximum[rows]
-        raised, total, moment = tile_statistics(x, maximum, self.moment is not None)
-        shift = maximum - raised
-        maximum.copy_(raised)
-        self._rescale(rows, shift)
+        raised, total, moment = tile_statistics(x, self.maximum[rows], self.moment is not None)
+        self.move_to(raised, rows)
         self.total[rows].add_(total)
         if self.moment is not None:
             self.moment[rows].add_(moment)
-
-    def recentre(self, rows: slice, x: Tensor, centred: Tensor) -> tuple[Tensor, Tensor]:
-        """Raises the running maximum to the tile's x [R, C] and writes centred = x - maximum.
-
-        Returns:
-            shift [R] = old maximum - new maximum (never positive) and rescale [R] = 2^shift, which the sums
-            were multiplied by.
-        """
-        maximum = self.maximum[rows]
-        raised = torch.maximum(maximum, x.amax(dim=1))
-        shift = maximum - raised
-        maximum.copy_(raised)
-        torch.sub(x, raised.unsqueeze(1), out=centred)
-        return shift, self._rescale(rows, shift)
 
     def _rescale(self, rows: slice, shift: Tensor) -> Tensor:
         rescale = torch.exp2(shift)
@@ -93,13 +75,15 @@ class RowStatistics:
             self.moment[rows].mul_(rescale).addcmul_(total, shift)
         return rescale
 
-    def move_to(self, maximum: Tensor) -> tuple[Tensor, Tensor]:
-        """Expresses the sums relative to `maximum` [T], at least the present one; returns what `recentre`
-        returns.
+    def move_to(self, maximum: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Expresses the sums of `rows` relative to `maximum` [R], at least the present one.
+
+        Returns:
+            [R] what the sums were multiplied by, 2^(old maximum - new maximum).
         """
-        shift = self.maximum - maximum
-        self.maximum.copy_(maximum)
-        return shift, self._rescale(slice(None), shift)
+        shift = self.maximum[rows] - maximum
+        self.maximum[rows].copy_(maximum)
+        return self._rescale(rows, shift)
 
     def set_target(self, rows: slice, x: Tensor, inside: Tensor, position: Tensor) -> None:
         """Keeps the target's logit of the rows [R] whose target lies `inside` the tile x [R, C] at
@@ -123,8 +107,9 @@ class RowStatistics:
         return self.maximum + torch.log2(self.total)
 
     def logprobs(self) -> Tensor:
-        """[T] natural log-prob of the targets; never positive."""
-        return ((self.target - self.maximum) - torch.log2(self.total)) * LN2
+        """[T] natural log-prob of the targets; never positive, -inf where the target's logit is."""
+        logprobs = ((self.target - self.maximum) - torch.log2(self.total)) * LN2
+        return torch.where(self.target > LOWEST_LOGIT, logprobs, -torch.inf)
 
     def entropy(self) -> Tensor | None:
         """[T] entropy in nats, None where no moment is kept."""

@@ -171,18 +171,21 @@ class _Chunks:
 
     def score(self, rows: slice, scale: float) -> tuple[Tensor, list[Tensor | None], LogitGradient]:
         """Losses [R], [log-probs, entropy, KL] of [R] or None, and the gradient of scale * losses.
-        Collective: one MAX, one SUM.
+        Collective: one MAX, one SUM; with a reference one more SUM.
         """
         options, targets = self.options, self.targets[rows]
         temperature = (
             options.temperature[rows] if isinstance(options.temperature, Tensor) else options.temperature
         )
-        tiles = LogitTiles(self.hidden[rows], self.weight, self.shard, temperature)
+        bounds = None if options.reference is None else True
+        tiles = LogitTiles(self.hidden[rows], self.weight, self.shard, temperature, bounds)
         pair = None
         if options.reference is None:
             statistics = compute_row_statistics(tiles, targets, options.with_entropy, self.stash)
         else:
-            reference = LogitTiles(options.reference[0][rows], options.reference[1], self.shard, temperature)
+            reference = LogitTiles(
+                options.reference[0][rows], options.reference[1], self.shard, temperature, bounds
+            )
             pair = compute_pair_statistics(tiles, reference, targets, self.stash, self.reference_stash)
             statistics = pair.actor
         scores = [

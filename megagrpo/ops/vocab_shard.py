@@ -1,5 +1,6 @@
 """The part of the vocabulary a rank holds, and the collectives over the ranks that hold the rest."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -94,8 +95,9 @@ def check_inputs(
             raise UserError(
                 f"{name}: temperature is {list(temperature.shape)}; allowed are a float and [{rows}]"
             )
-    elif not temperature > 0:
-        raise UserError(f"{name}: temperature = {temperature}; it must be > 0")
+        _check_temperatures(name, temperature)
+    elif not 0 < temperature < math.inf:
+        raise UserError(f"{name}: temperature = {temperature}; it must be above 0 and finite")
 
 
 def check_reference(
@@ -111,6 +113,17 @@ def check_reference(
         raise UserError(
             f"{name}: the reference has {len(reference_hidden)} rows and {len(reference_weight)} columns, "
             f"the actor {len(hidden)} and {len(weight)}; they must be equal"
+        )
+
+
+def _check_temperatures(name: str, temperature: Tensor) -> None:
+    good = (temperature > 0) & torch.isfinite(temperature)
+    if temperature.device.type != "cpu":
+        torch._assert_async(good.all())  # as in `_check_range`
+    elif not bool(good.all()):
+        row = int((~good).nonzero()[0])
+        raise UserError(
+            f"{name}: temperature[{row}] = {float(temperature[row])}; it must be above 0 and finite"
         )
 
 

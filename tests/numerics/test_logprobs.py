@@ -168,7 +168,11 @@ def test_entropy_is_left_out_unless_asked_for():
     [
         ({"targets": torch.tensor([0, VOCAB])}, r"targets span 0 \.\. 37; allowed are 0 \.\. 36"),
         ({"targets": torch.tensor([0])}, r"targets is \[1\]"),
-        ({"temperature": 0.0}, "temperature = 0.0; it must be > 0"),
+        ({"temperature": 0.0}, "temperature = 0.0; it must be above 0 and finite"),
+        ({"temperature": math.inf}, "temperature = inf; it must be above 0 and finite"),
+        ({"temperature": torch.tensor([1.0, 0.0])}, r"temperature\[1\] = 0.0; it must be above 0 and finite"),
+        ({"temperature": torch.tensor([math.nan, 1.0])}, r"temperature\[0\] = nan"),
+        ({"temperature": torch.tensor([1.0, -1.0])}, r"temperature\[1\] = -1.0"),
         ({"temperature": torch.ones(3)}, r"temperature is \[3\]"),
         ({"vocab_size": 41}, "vocab_size = 41, but 1 x 40 = 40 weight rows"),
         ({"hidden": torch.zeros(2, HIDDEN + 1)}, r"hidden is \[2, 7\]"),

@@ -96,6 +96,17 @@ def test_fixed_coefficient_stays():
     assert update_kl_coef(0.1, 9.0, KLConfig(coef=0.1)) == 0.1
 
 
+def test_k3_is_finite_up_to_the_largest_bound_that_is_allowed():
+    """exp(100) is infinite in float32 and infinity * 0 NaN; exp(20) keeps every sum over a batch finite."""
+    with pytest.raises(ValueError, match="less than or equal to 20"):
+        KLConfig(linear_above=20.5)
+    bound = KLConfig(linear_above=20.0).linear_above
+    actor = torch.tensor([-1e4, -30.0, -19.0], requires_grad=True)
+    kl = estimate_kl(actor, torch.zeros(3), "k3", bound)
+    kl.sum().backward()
+    assert torch.isfinite(kl).all() and torch.isfinite(actor.grad).all() and (actor.grad < -1e8).all()
+
+
 @pytest.mark.parametrize("values", [{"estimator": "exact", "placement": "reward"}, {"adaptive_target": 0.1}])
 def test_contradictory_settings_are_refused(values):
     with pytest.raises(ValueError):

@@ -272,7 +272,7 @@ def test_ratio_beyond_its_limit_keeps_its_gradient():
 
 @pytest.mark.parametrize("log_ratios", [(21.0, -21.0), (30.0, -25.0, -5.0), (-60.0, 60.5)])
 def test_gspo_takes_the_mean_of_log_ratios_of_any_size(log_ratios):
-    """GSPO's s = exp(mean of the log-ratios) is about 1 where large ones cancel; a bound on each would not."""
+    """GSPO's s = exp(mean of the log-ratios) is near 1 where large ones cancel, bounded or not."""
     actor = torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True)
     inputs = LossInputs(
         actor,
