@@ -54,7 +54,7 @@ class Actor:
             overlap_param_gather: gather updated weights while the next forward runs; see `gather_parameters`.
         """
         self.model = model
-        self.clip_grad = optimizer.clip_grad
+        self.options = optimizer
         self.overlap_param_gather = overlap_param_gather
         # Sums only: `calculate_per_token_loss` turns DDP's averaging off, and the token count that Megatron
         # would divide by is
@@ -127,8 +127,7 @@ class Actor:
             lr: learning rate of this update.
             accepts: asked with the norm before clipping, where it is finite; False skips the update.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self._set_options(lr)
         with megatron_region():
             found_inf = self.optimizer.prepare_grads()
             grad_norm = float(self.optimizer.get_grad_norm())
@@ -136,14 +135,27 @@ class Actor:
                 return AppliedUpdate(grad_norm if not found_inf else math.inf, applied=False)
             if accepts is not None and not accepts(grad_norm):
                 return AppliedUpdate(grad_norm, applied=False)
-            if self.clip_grad > 0:
+            if self.options.clip_grad > 0:
                 for chained in self.optimizer.chained_optimizers:
                     if parameters := chained.get_parameters():
                         clip_grad_by_total_norm_fp32(
-                            parameters, max_norm=self.clip_grad, total_norm=grad_norm
+                            parameters, max_norm=self.options.clip_grad, total_norm=grad_norm
                         )
             self.optimizer.step_with_ready_grads()
         return AppliedUpdate(grad_norm, applied=True)
+
+    def _set_options(self, lr: float) -> None:
+        """Give every parameter group the configured options.
+
+        Megatron marks groups that are not decayed (biases and norm weights: all 1-D parameters) by `wd_mult`
+        0, which nothing but its own scheduler reads. A checkpoint restores the options that it was saved
+        with, which a resumed run may have changed.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.options.weight_decay * group["wd_mult"]
+            group["betas"] = (self.options.beta1, self.options.beta2)
+            group["eps"] = self.options.eps
 
     def gather_parameters(self) -> None:
         """Complete this rank's parameters after the last update of a step; whoever reads them outside a

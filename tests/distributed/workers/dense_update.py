@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dense_grpo import hub_names, load
+from dense_grpo import decay_groups, hub_names, load
 
 GROUPS, COMPLETIONS, LIMIT, TEMPERATURE = 4, 4, 12, 0.9
 CLIP = {"ppo_clip": (0.1, 0.15), "gspo": (0.02, 0.03), "gmpo": (0.05, 0.08)}
@@ -26,7 +26,7 @@ CONSTANT, KL_COEF, ENTROPY_COEF = 9, 0.05, 0.01
 BAND, REJECT, CAP = (0.25, 4.0), (0.4, 2.5), 1.3
 GAPS = (0.0, 0.2, -0.2, 0.5, -0.5, 2.0)
 # eps far above every gradient makes AdamW's step lr / eps * gradient: linear, so it amplifies no rounding.
-BETA1, BETA2, EPS = 0.9, 0.95, 100.0
+BETA1, BETA2, EPS, WEIGHT_DECAY = 0.85, 0.97, 100.0, 0.004
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,11 @@ def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
     """Two updates on the same rows; per update metrics, grad-norm and the gradient of every weight."""
     model = load(folder)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate(aggregation), betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0
+        decay_groups(model),
+        lr=learning_rate(aggregation),
+        betas=(BETA1, BETA2),
+        eps=EPS,
+        weight_decay=WEIGHT_DECAY,
     )
     valid = [row for row in rows if row.finish != "abort"]
     with torch.no_grad():

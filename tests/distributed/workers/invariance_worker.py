@@ -67,7 +67,14 @@ def make_config(folder: Path, recompute: str) -> Config:
                 "advantage_std_epsilon": 0.0,
                 "kl": {"coef": dense_grpo.KL_COEF, "estimator": "k3"},
             },
-            "optimizer": {"lr": dense_grpo.LR, "clip_grad": dense_grpo.CLIP_GRAD, "eps": dense_grpo.EPS},
+            "optimizer": {
+                "lr": dense_grpo.LR,
+                "clip_grad": dense_grpo.CLIP_GRAD,
+                "eps": dense_grpo.EPS,
+                "beta1": dense_grpo.BETA1,
+                "beta2": dense_grpo.BETA2,
+                "weight_decay": dense_grpo.WEIGHT_DECAY,
+            },
             "update": {
                 "mini_batches_per_step": dense_grpo.MINI_BATCHES,
                 "epochs_per_step": dense_grpo.EPOCHS,

@@ -78,6 +78,7 @@ def make_config(folder: Path, loss: str, aggregation: str) -> Config:
                 "eps": dense.EPS,
                 "beta1": dense.BETA1,
                 "beta2": dense.BETA2,
+                "weight_decay": dense.WEIGHT_DECAY,
             },
             "update": {"epochs_per_step": 2},
         }
