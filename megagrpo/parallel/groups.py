@@ -122,10 +122,14 @@ def _start_process_group(timeout: timedelta) -> None:
 
 
 def destroy_groups() -> None:
-    """Take Megatron's groups and torch.distributed down; every gloo group holds threads until then."""
+    """Take Megatron's groups and torch.distributed down. A gloo group holds threads until nothing refers to it
+    any more.
+    """
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+    for name in ("_GROUP_WITH_CP", "_GROUP_WITH_CP_GLOO"):  # forgotten there
+        setattr(parallel_state, f"_INTRA_PARTIAL_DATA_PARALLEL{name}", None)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -97,6 +97,20 @@ class Actor:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
+    def close(self) -> None:
+        """Let go of models, gradients, optimizer and process groups, which nothing else could free.
+
+        Each gradient accumulator holds a hook that holds the DDP wrapper, and from there the parameters, the
+        optimizer and its views of the parameters lead back to the accumulator. That circle passes through
+        C++, where Python's collector doesn't see it.
+        """
+        for chunk in self.chunks:
+            chunk.grad_accs.clear()
+            for parameter in chunk.parameters():
+                vars(parameter).pop("main_param", None)
+        config = self.model.config
+        config.grad_scale_func = config.no_sync_func = config.finalize_model_grads_func = None
+
     @property
     def learning_rate(self) -> float:
         """Of the newest update."""
