@@ -5,6 +5,7 @@ FOLDER/__0_0.distcp ... .metadata   shards (torch_dist), readable in any layout
 FOLDER/hf_files/                    config.json, tokenizer, generation config of the HF folder it came from
 """
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +47,8 @@ def load_megatron_model(model: "StageModel", folder: Path) -> None:
     with megatron_region(), reading_checkpoint(folder):
         try:
             state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+        except pickle.UnpicklingError:
+            raise  # told by reading_checkpoint
         except Exception as error:
             # Megatron and torch.distributed.checkpoint raise a dozen types by what is wrong
             cause = " ".join(str(error).split())[:300]

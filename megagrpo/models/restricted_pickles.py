@@ -7,6 +7,7 @@ callables and has them called; here only those names are followed that such file
 
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,9 @@ def reading_checkpoint(folder: Path) -> Iterator[None]:
     # the reader's own name of the module; the writer beside it dumps
     filesystem.pickle = SimpleNamespace(load=_load_metadata, dump=unrestricted.dump)  # type: ignore[assignment]
     try:
+        if (folder / ".metadata").is_file():
+            with (folder / ".metadata").open("rb") as file:
+                _load_metadata(file)  # torch answers a refusal with a traceback on the screen
         yield
     except (CheckpointException, pickle.UnpicklingError) as error:  # the first is no Exception
         raise UserError(f"{folder}: not read: {_cause(error)}") from None
@@ -100,6 +104,6 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error = next((each for each, _ in error.failures.values()), error)
     text = " ".join(str(error).split())
-    for advice in ("(1) In PyTorch 2.6", "Please file an issue"):
-        text = text.partition(advice)[0] or text
+    if refused := re.search(r"GLOBAL (\S+)", text):  # in the middle of a page about trust
+        text = f"an object names {refused[1]}, which no checkpoint's does"
     return f"{type(error).__name__}: {text[:_CAUSE_CHARACTERS]}"

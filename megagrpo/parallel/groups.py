@@ -122,8 +122,8 @@ def _start_process_group(timeout: timedelta) -> None:
 
 
 def destroy_groups() -> None:
-    """Take Megatron's groups and torch.distributed down. A gloo group holds threads until nothing refers to it
-    any more.
+    """Take Megatron's groups and torch.distributed down. A gloo group holds threads until nothing refers to
+    it any more.
     """
     from megatron.core import parallel_state
 
