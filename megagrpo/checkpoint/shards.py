@@ -144,13 +144,13 @@ def load_shards(folder: Path, actor: Actor, reference: StageModel | None = None)
     with megatron_region(), reading_checkpoint(folder), contextlib.ExitStack() as stack:
         for each in optimizers:
             stack.enter_context(each.in_place_of_zeros())
-        model = actor.model.sharded_state_dict(metadata=metadata)
+        model = actor.model.sharded_state_dict(metadata=metadata, read_from=folder)
         optimizer = actor.optimizer.sharded_state_dict({"model": model}, is_loading=True, metadata=metadata)
         for number, each in enumerate(optimizers):
             each.drop_unneeded(optimizer if len(optimizers) == 1 else optimizer[number])
         state = {"model": model, "optimizer": optimizer}
         if reference is not None:
-            state[REFERENCE] = _reference_state(reference)
+            state[REFERENCE] = _reference_state(reference, folder)
         state = dist_checkpointing.load(state, str(folder), strategy)
         actor.model.load_state_dict(state["model"])
         actor.optimizer.load_state_dict(state["optimizer"])
@@ -158,7 +158,7 @@ def load_shards(folder: Path, actor: Actor, reference: StageModel | None = None)
             reference.load_state_dict(state[REFERENCE])
 
 
-def _reference_state(reference: StageModel) -> dict[str, Any]:
-    state = reference.sharded_state_dict(metadata=dict(SHARDING))
+def _reference_state(reference: StageModel, read_from: Path | None = None) -> dict[str, Any]:
+    state = reference.sharded_state_dict(metadata=dict(SHARDING), read_from=read_from)
     add_prefix_for_sharding(state, f"{REFERENCE}.")
     return state

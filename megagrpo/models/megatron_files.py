@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.device.device import megatron_region
 from megagrpo.errors import UserError
@@ -46,10 +47,12 @@ def load_megatron_model(model: "StageModel", folder: Path) -> None:
     """
     with megatron_region(), reading_checkpoint(folder):
         try:
-            state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+            state = dist_checkpointing.load(
+                {"model": model.sharded_state_dict(read_from=folder)}, str(folder)
+            )
         except pickle.UnpicklingError:
             raise  # told by reading_checkpoint
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             # Megatron and torch.distributed.checkpoint raise a dozen types by what is wrong
             cause = " ".join(str(error).split())[:300]
             raise UserError(

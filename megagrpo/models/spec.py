@@ -44,8 +44,9 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(hidden, (self.hidden_size,), self.weight, self.eps)
 
 
-def uses_transformer_engine(choice: AttentionChoice) -> bool:
-    """Resolve `model.attention`.
+def uses_transformer_engine(choice: AttentionChoice, params_dtype: torch.dtype) -> bool:
+    """Resolve `model.attention`. `auto` is the local spec in float32, for which Transformer Engine up to 2.10
+    has no attention over packed sequences: float32 on a GPU is for comparisons.
 
     Raises:
         UserError: `te` where CUDA or Transformer Engine is missing.
@@ -55,7 +56,7 @@ def uses_transformer_engine(choice: AttentionChoice) -> bool:
         missing.append("the package transformer-engine (extra `te`)")
     if choice == "te" and missing:
         raise UserError(f"model.attention: te needs {' and '.join(missing)}; use auto or local")
-    return choice != "local" and not missing
+    return choice == "te" or (choice == "auto" and not missing and params_dtype != torch.float32)
 
 
 def build_block_spec(
@@ -87,6 +88,13 @@ def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts:
+        # Megatron names this norm as the dense layers' fused one; Transformer Engine's layers do not
+        spec.submodules.sharded_state_dict_keys_map = {
+            name: renamed
+            for name, renamed in spec.submodules.sharded_state_dict_keys_map.items()
+            if not name.startswith("pre_mlp_layernorm")
+        }
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedTreeAttention
     if config.qk_layernorm:

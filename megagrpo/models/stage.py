@@ -11,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megagrpo.config.model_folder import is_megatron_checkpoint
 from megagrpo.device.device import megatron_region
 from megagrpo.models import families
+from megagrpo.models.extra_states import drop_absent_extra_states, drop_empty_extra_states, load_state
 from megagrpo.models.family import FAMILIES, HFConfig
 from megagrpo.models.hf_files import load_hf_weights
 from megagrpo.models.megatron_files import load_megatron_model
@@ -70,19 +71,31 @@ class StageModel:
             return self.chunks[-1].shared_embedding_or_output_weight()
         return self.chunks[-1].output_layer.weight
 
-    def sharded_state_dict(self, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, metadata: dict[str, Any] | None = None, read_from: Path | None = None
+    ) -> dict[str, Any]:
         """Return what a distributed checkpoint holds of this stage. Shards carry global names, so any
-        layout reads them.
+        layout and either layer spec reads them.
+
+        Args:
+            metadata: Megatron's options of the format.
+            read_from: the checkpoint that is to be read into it; None: for a save.
         """
-        return {
+        state = {
             f"chunk_{number}": chunk.sharded_state_dict(metadata=metadata)
             for number, chunk in enumerate(self.chunks)
         }
+        for chunk in state.values():
+            if read_from is None:
+                drop_empty_extra_states(chunk)
+            else:
+                drop_absent_extra_states(chunk, read_from)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take in what was loaded in the form of `sharded_state_dict`."""
         for number, chunk in enumerate(self.chunks):
-            chunk.load_state_dict(state[f"chunk_{number}"])
+            load_state(chunk, state[f"chunk_{number}"])
 
 
 def build_stage_model(

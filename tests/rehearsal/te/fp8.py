@@ -107,7 +107,7 @@ def fused_amax_and_scale_update_after_reduction(reduced, histories, scales, algo
         amax = reduced[start : start + history.shape[1]]
         start += history.shape[1]
         history[0].copy_(amax)
-        peak = history.max(0).values if algorithm == "max" else history[0]
+        peak = history.max(0).values if algorithm == "max" else history[0].clone()
         history.copy_(torch.roll(history, -1, 0))
         history[0].zero_()
         scale.copy_(torch.where(peak > 0, limit / peak / 2**margin, scale))

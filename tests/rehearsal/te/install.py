@@ -16,6 +16,7 @@ import torch
 
 import te.attention
 import te.gemm  # noqa: F401 (te.attention and te.gemm register their kernels)
+from megagrpo.device import device
 from te.enums import ENUMS
 from te.registry import KERNELS
 
@@ -131,3 +132,4 @@ def install() -> None:
     os.environ.pop("NVTE_PROJECT_BUILDING")
     for name in NAMED_ONLY:  # nobody else may take them for installed
         del sys.modules[name]
+    device.setup()  # before anything imports megatron.core, which looks for transformer_engine then
