@@ -80,7 +80,7 @@ def build_session(config: Config, device: torch.device) -> Session:
     """
     set_deterministic(config.run.deterministic)
     precision = build_precision(config.precision.recipe)
-    use_te = uses_transformer_engine(config.model.attention)
+    use_te = uses_transformer_engine(config.model.attention, precision.params_dtype)
     hf_folder = hf_folder_of(config.model.path)
     hf = read_hf_config(hf_folder)
     algorithm = Algorithm(

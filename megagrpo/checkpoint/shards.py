@@ -19,7 +19,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from megagrpo.checkpoint.optimizer_state import OwnedOptimizerState
 from megagrpo.checkpoint.staging import Staging
@@ -159,6 +158,4 @@ def load_shards(folder: Path, actor: Actor, reference: StageModel | None = None)
 
 
 def _reference_state(reference: StageModel, read_from: Path | None = None) -> dict[str, Any]:
-    state = reference.sharded_state_dict(metadata=dict(SHARDING), read_from=read_from)
-    add_prefix_for_sharding(state, f"{REFERENCE}.")
-    return state
+    return reference.sharded_state_dict(dict(SHARDING), read_from, prefix=f"{REFERENCE}.")

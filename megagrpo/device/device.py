@@ -11,6 +11,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from megagrpo.errors import UserError
+
+# `addmm.dtype_out` with a float32 `self` (ops/matmul.py): earlier ones want operands of one type
+MINIMUM_CUDA_TORCH = (2, 10)
+
 
 def has_cuda() -> bool:
     """Say whether this rank computes on a CUDA device."""
@@ -33,13 +38,38 @@ def _quiet_imports() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.")
 
 
+def _check_cuda() -> None:
+    """Say in one line what NCCL and the first backward would say in many, much later."""
+    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if ranks > devices:
+        raise UserError(
+            f"{ranks} ranks on this host, but it has {devices} GPU{'s' * (devices != 1)}, and NCCL "
+            f"wants one for each rank: start at most {devices} with --nproc-per-node, or hide the GPUs "
+            '(CUDA_VISIBLE_DEVICES="") to run on the CPU'
+        )
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if found < MINIMUM_CUDA_TORCH:
+        raise UserError(
+            f"torch {torch.__version__}: GPUs need {'.'.join(map(str, MINIMUM_CUDA_TORCH))} or later, whose "
+            "GEMMs add bfloat16 products to float32"
+        )
+
+
+def _cuda_device() -> torch.device:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
 def setup() -> torch.device:
     """Prepare this process for Megatron-core and return the rank's device. Must run before megatron.core
     is imported.
+
+    Raises:
+        UserError: this host has fewer GPUs than ranks, or torch is too old for a GPU.
     """
     _quiet_imports()
     if has_cuda():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        _check_cuda()
+        device = _cuda_device()
         torch.cuda.set_device(device)
     else:
         from megagrpo.device import cpu
@@ -57,6 +87,15 @@ def backend() -> str:
     tensors.
     """
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
+def process_group_device() -> torch.device | None:
+    """Return the device whose communicator is to be made with the process group; None: with its first use.
+
+    NCCL makes a group's communicator in the first collective of all its ranks. Batched sends that only some
+    of them take part in, which is what a publish starts with, would wait for the others for ever.
+    """
+    return _cuda_device() if has_cuda() else None
 
 
 def set_deterministic(is_on: bool) -> None:
@@ -88,7 +127,7 @@ def background_stream() -> Iterator[None]:
     if not has_cuda():
         yield
         return
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # the current device is that of the thread
+    torch.cuda.set_device(_cuda_device())  # the current device is that of the thread
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.default_stream())
     with torch.cuda.stream(stream):

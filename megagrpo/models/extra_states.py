@@ -20,10 +20,14 @@ def drop_empty_extra_states(state: dict[str, Any]) -> None:
     _drop(state, lambda shard: _is_empty(shard.data))
 
 
-def drop_absent_extra_states(state: dict[str, Any], folder: Path) -> None:
-    """Take out of a module's sharded state what the checkpoint in `folder` does not hold, in place."""
+def drop_absent_extra_states(state: dict[str, Any], folder: Path, prefix: str = "") -> None:
+    """Take out of a module's sharded state what the checkpoint in `folder` does not hold, in place.
+
+    Args:
+        prefix: of the module's names in the checkpoint.
+    """
     held = load_sharded_metadata(str(folder)) if _extra_states(state) else {}
-    _drop(state, lambda shard: shard.unique_key not in held)
+    _drop(state, lambda shard: prefix + shard.unique_key not in held)
 
 
 def load_state(module: torch.nn.Module, state: dict[str, Any]) -> None:

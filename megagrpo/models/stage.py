@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
@@ -72,7 +73,7 @@ class StageModel:
         return self.chunks[-1].output_layer.weight
 
     def sharded_state_dict(
-        self, metadata: dict[str, Any] | None = None, read_from: Path | None = None
+        self, metadata: dict[str, Any] | None = None, read_from: Path | None = None, prefix: str = ""
     ) -> dict[str, Any]:
         """Return what a distributed checkpoint holds of this stage. Shards carry global names, so any
         layout and either layer spec reads them.
@@ -80,6 +81,7 @@ class StageModel:
         Args:
             metadata: Megatron's options of the format.
             read_from: the checkpoint that is to be read into it; None: for a save.
+            prefix: of the stage's names in the checkpoint.
         """
         state = {
             f"chunk_{number}": chunk.sharded_state_dict(metadata=metadata)
@@ -89,7 +91,9 @@ class StageModel:
             if read_from is None:
                 drop_empty_extra_states(chunk)
             else:
-                drop_absent_extra_states(chunk, read_from)
+                drop_absent_extra_states(chunk, read_from, prefix)
+        if prefix:
+            add_prefix_for_sharding(state, prefix)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

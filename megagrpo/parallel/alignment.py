@@ -4,18 +4,24 @@ import math
 
 from megagrpo.config.schema import ParallelConfig
 
-# tokens of an FP8 GEMM are a multiple of 16; of MXFP8 blocks 32
+# Tokens that an FP8 GEMM of ONE rank takes are a multiple of 16; of MXFP8's blocks 32. Transformer Engine
+# looks at the tensor that the rank holds (`assert_dim_for_fp8_exec`): at its sequence parallel share.
 FP8_ALIGNMENT = {"fp8_delayed": 16, "fp8_tensorwise": 16, "fp8_blockwise": 16, "mxfp8": 32}
+# Under sequence parallel a rank's share is cast before the all-gather: whole blocks of 128 rows of it
+# (`assert_dim_for_all_gather`).
+SHARED_BLOCK = {"fp8_blockwise": 128}
 
 
 def token_alignment(parallel: ParallelConfig, recipe: str) -> int:
     """Return what packed token counts are padded to a multiple of.
 
-    Each of the cp ranks holds two equal chunks, whose tokens together are a multiple of tp where sequence
-    parallel and of the FP8 block where FP8.
+    Each of the cp ranks holds two equal chunks, whose tokens together make whole FP8 blocks on a tp rank: of
+    all of them, or of its share where sequence parallel.
     """
-    chunks, sharded = 2 if parallel.cp > 1 else 1, parallel.tp if parallel.sp else 1
-    return parallel.cp * math.lcm(chunks, sharded, FP8_ALIGNMENT.get(recipe, 1))
+    unit, chunks = FP8_ALIGNMENT.get(recipe, 1), 2 if parallel.cp > 1 else 1
+    if parallel.sp:
+        unit = parallel.tp * SHARED_BLOCK.get(recipe, unit)
+    return parallel.cp * math.lcm(chunks, unit)
 
 
 def sequence_alignment(parallel: ParallelConfig, use_te: bool) -> int:

@@ -118,6 +118,7 @@ def _start_process_group(timeout: timedelta) -> None:
         store=dist.PrefixStore(start, store),
         rank=rank,
         world_size=world_size,
+        device_id=device_module.process_group_device(),
     )
 
 

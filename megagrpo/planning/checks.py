@@ -228,6 +228,11 @@ def _check_spikes(config: Config) -> Iterator[str]:
 
 
 def _check_hardware(config: Config, hardware: Hardware) -> Iterator[str]:
+    if config.precision.recipe in FP8_ALIGNMENT and config.model.attention == "local":
+        yield (
+            f"precision.recipe: {config.precision.recipe}: the layers of model.attention: local compute no "
+            "FP8, and would train in bf16; use auto or te"
+        )
     missing = " and ".join(hardware.missing_for_transformer_engine())
     if not missing:
         return

@@ -58,7 +58,7 @@ def rehearse(worker: str, ranks: int = 1, timeout_seconds: int = 240, **environm
             env={
                 **os.environ,
                 **thread_environment(ranks),
-                "PYTHONPATH": str(HERE),
+                "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
                 "PYTHONWARNINGS": "ignore",
                 **environment,
             },

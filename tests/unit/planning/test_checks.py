@@ -244,12 +244,25 @@ def test_transformer_engine_is_accepted_where_it_can_run(run_file):
     ]
 
 
+def test_fp8_is_refused_with_layers_that_ignore_it(run_file):
+    overrides = ["precision.recipe=fp8_delayed", "model.attention=local"]
+    assert problems_of(run_file, *overrides, hardware=FULL_GPU) == [
+        "precision.recipe: fp8_delayed: the layers of model.attention: local compute no FP8, and would train "
+        "in bf16; use auto or te"
+    ]
+
+
 def test_token_counts_are_aligned_to_cp_and_tp_and_to_fp8_blocks(run_file):
     for overrides, alignment in (
         ([], 1),
         (["parallel.tp=2"], 1),
         (["parallel.tp=2", "parallel.sp=true"], 2),
         (["parallel.tp=3", "parallel.sp=true", "precision.recipe=mxfp8"], 96),
+        # each tp rank casts its own share: 16 rows of it, or whole blocks of 128
+        (["parallel.tp=4", "parallel.sp=true", "precision.recipe=fp8_delayed"], 64),
+        (["parallel.tp=4", "precision.recipe=fp8_delayed"], 16),
+        (["parallel.tp=4", "parallel.sp=true", "precision.recipe=fp8_blockwise"], 512),
+        (["parallel.tp=4", "precision.recipe=fp8_blockwise"], 16),
         (["parallel.cp=2"], 4),  # two chunks on each of two ranks
         (["parallel.cp=4", "parallel.tp=2"], 8),
         # four tokens a rank: one for each tp rank
