@@ -52,13 +52,10 @@ def deepseek_v3_like() -> Case:
         p = f"model.layers.{layer}."
 
         def add(unit, kind, names, shapes, split, is_expert=False, p=p, stage=stage):
-            for name, shape in zip(names, shapes, strict=True):
+            for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
                 size = 0 if split is None else shape[split]
-                sources.append(
-                    SourceTensor(
-                        f"{p}{name}.weight", f"{p}{unit}", kind, shape, stage, split, size, is_expert
-                    )
-                )
+                place_in_model = (f"{p}{name}.weight", f"{p}{unit}", kind, shape, stage, split, size)
+                sources.append(SourceTensor(*place_in_model, is_expert, engine=f"{p}{unit}", place=place))
 
         for norm, size in (
             ("input_layernorm", h),

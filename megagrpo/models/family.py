@@ -104,31 +104,23 @@ def _read_family(attribute: Any) -> ModelFamily:
 FAMILIES: Registry[ModelFamily] = Registry("model family", _read_family)
 
 
-def shared_rules(hf: HFConfig) -> list[ParameterRule]:
-    """Return the rules that all decoder families of this package share: embedding, norms, attention, gated
-    MLP, head.
-    """
-    layer, target = "model.layers.{layer}.", "decoder.layers.{layer}."
-    head = "model.embed_tokens.weight" if hf.tie_word_embeddings else "lm_head.weight"
-    attention = [f"{layer}self_attn.{name}_proj.weight" for name in "qkv"]
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """One tensor of a model's HF folder."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: ParameterRule
+
+
+def checkpoint_tensors(hf: HFConfig) -> list[CheckpointTensor]:
+    """Return the tensors of a model's HF folder, tied ones once."""
     return [
-        ParameterRule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
-        ParameterRule(f"{target}input_layernorm.weight", (f"{layer}input_layernorm.weight",), "replicated"),
-        ParameterRule(f"{target}self_attention.linear_qkv.weight", tuple(attention), "qkv"),
-        ParameterRule(
-            f"{target}self_attention.linear_proj.weight", (f"{layer}self_attn.o_proj.weight",), "row"
-        ),
-        ParameterRule(
-            f"{target}pre_mlp_layernorm.weight", (f"{layer}post_attention_layernorm.weight",), "replicated"
-        ),
-        ParameterRule(
-            f"{target}mlp.linear_fc1.weight",
-            (f"{layer}mlp.gate_proj.weight", f"{layer}mlp.up_proj.weight"),
-            "gate_up",
-        ),
-        ParameterRule(f"{target}mlp.linear_fc2.weight", (f"{layer}mlp.down_proj.weight",), "row"),
-        ParameterRule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"),
-        ParameterRule("output_layer.weight", (head,), "vocab"),
+        CheckpointTensor(name, tuple(map(int, shape)), rule)
+        for rule in FAMILIES.get(hf.model_type).parameter_rules(hf)
+        if not rule.is_tied_copy
+        for layer, expert in rule.places(hf.num_layers)
+        for name, shape in zip(rule.hf_names(layer, expert), rule.shapes, strict=True)
     ]
 
 

@@ -11,8 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megagrpo.errors import UserError
-from megagrpo.models.fused_experts import FusedExpertSlice, fused_name, single_names
-from megagrpo.models.rules import Dimensions, ParameterRule, merge
+from megagrpo.models.family import checkpoint_tensors
+from megagrpo.models.rules import Dimensions, ParameterRule, Size, merge
+from megagrpo.models.stacked_experts import StackedExpertSlice, stacked_rules
 
 if TYPE_CHECKING:
     from megagrpo.models.stage import StageModel
@@ -53,19 +54,17 @@ class SafetensorsFolder:
                 raise UserError(f"model.path: {path}: not readable, truncated? ({error})") from None
         return self._handles[path]
 
-    def names(self, num_experts: int = 0) -> set[str]:
-        """Return the names of all tensors, those of fused experts one by one."""
-        return {single for name in self._file_of for single in single_names(name, num_experts)}
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self._file_of)
 
     def tensor_slice(self, name: str) -> Any:
-        """Return the lazily read tensor `name` (a safetensors slice, or one expert's part of a fused tensor).
+        """Return the lazily read tensor `name`.
 
         Raises:
             UserError: no file has it.
         """
         if name not in self._file_of:
-            if fused := fused_name(name, self._file_of):
-                return FusedExpertSlice(self.tensor_slice(fused[0]), *fused[1:])
             raise UserError(f"model.path: {self.folder}: tensor {name} is missing")
         path = self._file_of[name]
         try:
@@ -74,13 +73,31 @@ class SafetensorsFolder:
             raise UserError(f"model.path: {path}: tensor {name} is missing") from None
 
 
-def read_part(
-    source: SafetensorsFolder, name: str, rule: ParameterRule, dims: Dimensions, tp: int, tp_rank: int
-) -> torch.Tensor:
-    """Read one (expert) tensor parallel rank's slice of the HF tensor `name`; vocabulary rows beyond the
-    true size are zeros.
+def open_tensor(
+    source: SafetensorsFolder, rule: ParameterRule, place: int, layer: int | None, expert: int | None
+) -> Any:
+    """Return one of the HF tensors of a rule, lazily read, stored by itself or with those of other experts.
+
+    Raises:
+        UserError: it is not there, or its shape is not the one that follows from config.json.
     """
-    tensor = source.tensor_slice(name)
+    name = rule.hf_names(layer, expert)[place]
+    stacked = rule.stacked.format(layer=layer)
+    if expert is not None and name not in source.names() and stacked in source.names():
+        tensor: Any = StackedExpertSlice(source.tensor_slice(stacked), rule, expert, place)
+    else:
+        tensor = source.tensor_slice(name)
+    found, expected = list(tensor.get_shape()), rule.shapes[place]
+    if found != list(expected):
+        sizes = [f"{size} ({size.fields})" if isinstance(size, Size) else str(size) for size in expected]
+        raise UserError(f"model.path: {name}: shape {found}, by config.json it is [{', '.join(sizes)}]")
+    return tensor
+
+
+def read_part(tensor: Any, rule: ParameterRule, dims: Dimensions, tp: int, tp_rank: int) -> torch.Tensor:
+    """Read one (expert) tensor parallel rank's slice of an HF tensor; vocabulary rows beyond the true size
+    are zeros.
+    """
     shape = tensor.get_shape()
     if rule.split_dimension is None:
         return tensor[:]
@@ -90,10 +107,6 @@ def read_part(
         return tensor[:, start:stop]
     if rule.kind != "vocab":
         return tensor[start:stop]
-    if shape[0] != dims.vocab_size:
-        raise UserError(
-            f"model.path: {name} has {shape[0]} rows, config.json says vocab_size {dims.vocab_size}"
-        )
     rows = tensor[min(start, shape[0]) : min(stop, shape[0])]
     return torch.cat([rows, rows.new_zeros(stop - start - rows.shape[0], shape[1])])
 
@@ -102,21 +115,24 @@ def load_hf_weights(model: "StageModel", folder: str | Path) -> None:
     """Fill a stage model from an HF folder; each rank reads its slices only.
 
     Raises:
-        UserError: a file or tensor is missing, truncated, unknown to the rules or of another shape.
+        UserError: a file or tensor is missing, truncated, unknown to the rules, of another shape, or holds
+            values that are not finite.
     """
     source = SafetensorsFolder(folder)
     with torch.no_grad():
-        for _, rule, layer, parameter in model.named_rules():
+        for _, rule, layer, expert, parameter in model.named_rules():
             shards, shard = model.shard(rule)
-            parts = [
-                read_part(source, part, rule, model.dims, shards, shard) for part in rule.hf_names(layer)
-            ]
-            value = merge(rule, parts, model.dims, shards)
-            if value.shape != parameter.shape:
-                raise UserError(
-                    f"model.path: {', '.join(rule.hf_names(layer))}: shape {list(value.shape)}, the model "
-                    f"needs {list(parameter.shape)}"
+            parts = []
+            for place, name in enumerate(rule.hf_names(layer, expert)):
+                part = read_part(
+                    open_tensor(source, rule, place, layer, expert), rule, model.dims, shards, shard
                 )
+                # NaN passes through aminmax
+                if part.numel() and not all(torch.isfinite(bound) for bound in torch.aminmax(part)):
+                    raise UserError(f"model.path: {folder}: tensor {name} holds values that are not finite")
+                parts.append(part)
+            value = merge(rule, parts, model.dims, shards)
+            assert value.shape == parameter.shape, f"{rule.megatron}: {value.shape}, {parameter.shape}"
             parameter.copy_(value)
 
 
@@ -126,17 +142,12 @@ def check_no_unknown_tensors(model: "StageModel", folder: str | Path) -> None:
     Raises:
         UserError: names the first of them.
     """
-    known = {
-        name
-        for rule in model.rules.rules
-        for layer in range(model.hf.num_layers)
-        for name in rule.hf_names(layer)
-    }
+    known = {tensor.name for tensor in checkpoint_tensors(model.hf)} | stacked_rules(model.hf).keys()
     # some exports store the tied head twice
     ignored = {"lm_head.weight"} if model.hf.tie_word_embeddings else set()
     unknown = {
         name
-        for name in SafetensorsFolder(folder).names(model.hf.num_experts or 0) - known - ignored
+        for name in SafetensorsFolder(folder).names() - known - ignored
         if not name.endswith("rotary_emb.inv_freq")
     }
     if unknown:

@@ -6,19 +6,13 @@ Beside the weight NAME.weight of a linear layer (float8_e4m3fn [rows, columns]) 
 layer, norms, biases and routers stay in the model's dtype.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megagrpo.config.schema import FP8_BLOCK
+from megagrpo.models.family import CheckpointTensor
 
 _SUFFIX = "_scale_inv"
-
-
-def is_quantized(name: str) -> bool:
-    """Say whether an HF tensor is the weight of a linear layer or of an expert: all projections of our
-    families are called so.
-    """
-    return name.endswith("_proj.weight")
 
 
 def scale_name(name: str) -> str:
@@ -31,14 +25,14 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
 
 
-def with_scales(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield the names and shapes of a checkpoint's tensors, with those of the scales that it has when it
-    is quantised.
-    """
-    for name, shape in shapes.items():
-        yield name, shape
-        if is_quantized(name):
-            yield scale_name(name), scale_shape(shape)
+def quantized_shapes(tensors: Sequence[CheckpointTensor]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of a quantised checkpoint's tensors, scales included."""
+    shapes = {}
+    for tensor in tensors:
+        shapes[tensor.name] = tensor.shape
+        if tensor.rule.is_quantized:
+            shapes[scale_name(tensor.name)] = scale_shape(tensor.shape)
+    return shapes
 
 
 def find_mismatch(quantization: str, parameters: Sequence[Mapping[str, Mapping[str, Any]]]) -> str | None:
@@ -52,15 +46,17 @@ def find_mismatch(quantization: str, parameters: Sequence[Mapping[str, Mapping[s
     return None if float8 and scales else "the model has no float8 weights with scales of blocks"
 
 
-def quantization_config(names: Sequence[str]) -> dict[str, Any]:
+def quantization_config(tensors: Sequence[CheckpointTensor]) -> dict[str, Any]:
     """Return what `config.json` of a quantised checkpoint says under "quantization_config".
 
     Args:
-        names: of the checkpoint's tensors; routers and the output layer are linear layers that are not
-            quantised.
+        tensors: the checkpoint's; linear layers among them that are not quantised (routers, the output layer)
+            are named there.
     """
     unquantized = [
-        name.removesuffix(".weight") for name in names if name.endswith((".gate.weight", "lm_head.weight"))
+        tensor.name.removesuffix(".weight")
+        for tensor in tensors
+        if len(tensor.shape) == 2 and not tensor.rule.is_quantized and tensor.rule.section != "embedding"
     ]
     return {
         "quant_method": "fp8",

@@ -1,8 +1,8 @@
-"""How one Megatron parameter maps to Hugging Face tensors, in both directions.
+"""All that is known of one Megatron parameter and the Hugging Face tensors that it is made of.
 
-A family lists `ParameterRule`s. A rule says which HF tensors a Megatron parameter is made of and how they are
-split over tensor parallel ranks, nothing else. Import, export, weight publishing and conversion all read the
-same list.
+A family lists `ParameterRule`s. A rule gives the tensors' names and shapes, how they are split over tensor
+parallel ranks, where they lie in the model, how rollout engines fuse them and whether engines quantise them.
+Import, export, weight publishing, quantisation and conversion read this list and know of no other names.
 
 Every kind is described by plain splits of its HF tensors: rank r of tp holds, of each HF tensor, the r-th of
 tp equal slices along one dimension; `merge` lays these local slices out as Megatron stores them and `split`
@@ -10,7 +10,7 @@ is its inverse. So a rank reads only its slices from disk, and a publisher sends
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,17 +27,65 @@ SPLIT_DIMENSION: dict[str, int | None] = {
 }
 
 
+Section = Literal["embedding", "layer", "head"]
+
+
+class Size(int):
+    """A length of a tensor, with the fields of config.json that it follows from: errors name them."""
+
+    fields: str
+
+    def __new__(cls, value: int, fields: str = "") -> "Size":
+        """Make the number `value`."""
+        size = super().__new__(cls, value)
+        size.fields = fields
+        return size
+
+
 @dataclass(frozen=True)
 class ParameterRule:
-    """One Megatron parameter (`{layer}` stands for the global layer index, experts are numbered globally)
-    and its HF tensors.
+    """One Megatron parameter and its HF tensors.
+
+    In names `{layer}` stands for the global layer index and `{expert}` for the global expert index.
+
+    Attributes:
+        megatron: the parameter's name.
+        hf: the HF tensors' names, in the order in which Megatron lays them out.
+        kind: how they are split over tp, and how Megatron lays the slices out.
+        shapes: of the whole HF tensors (of one expert), in the order of `hf`.
+        section: which pipeline stage holds it: the first, that of its layer, or the last.
+        engine: the parameter of a rollout engine that the tensors are fused into, of experts one for all of a
+            layer; empty: the HF name.
+        engine_order: positions in `hf` as the tensors lie in it, first to last; empty: as in `hf`.
+        is_quantized: a quantised engine keeps it as blockwise float8.
+        num_experts: experts of a layer. Above 0 the parameter lives on one expert parallel rank and is split
+            over expert tensor parallel ranks instead of tp.
+        stacked: the HF tensor [experts, rows of all in the order of `hf`, columns] that some folders hold
+            instead; empty: none do.
+        is_tied_copy: the same tensor as that of another rule, on another stage: it is read, never sent.
     """
 
     megatron: str
     hf: tuple[str, ...]
     kind: Kind
-    # lives on one expert parallel rank, split over expert tensor parallel ranks instead of tp
-    is_expert: bool = False
+    shapes: tuple[tuple[int, ...], ...]
+    section: Section = "layer"
+    engine: str = ""
+    engine_order: tuple[int, ...] = ()
+    is_quantized: bool = False
+    num_experts: int = 0
+    stacked: str = ""
+    is_tied_copy: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.hf) == len(self.shapes), f"{self.megatron}: {self.hf} have shapes {self.shapes}"
+        assert len(self.hf) == 1 or self.engine, f"{self.megatron}: no name of what an engine fuses them into"
+        assert sorted(self.engine_order) in ([], list(range(len(self.hf)))), f"{self.megatron}: engine_order"
+
+    @property
+    def is_expert(self) -> bool:
+        """Say whether each expert has a parameter of its own."""
+        return self.num_experts > 0
 
     @property
     def split_dimension(self) -> int | None:
@@ -46,9 +94,18 @@ class ParameterRule:
         """
         return SPLIT_DIMENSION[self.kind]
 
-    def hf_names(self, layer: int | None) -> tuple[str, ...]:
-        """Return the HF tensor names for a global layer index (None for parameters outside the layers)."""
-        return tuple(name.format(layer=layer) for name in self.hf)
+    def hf_names(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
+        """Return the HF tensor names at a global layer index (None outside the layers) and of a global expert
+        index; without one `{expert}` stays in them.
+        """
+        index = "{expert}" if expert is None else expert
+        return tuple(name.format(layer=layer, expert=index) for name in self.hf)
+
+    def places(self, num_layers: int) -> Iterator[tuple[int | None, int | None]]:
+        """Yield (layer, expert) of every parameter of this rule; None where there is no such index."""
+        for layer in range(num_layers) if self.section == "layer" else [None]:
+            for expert in range(self.num_experts) if self.is_expert else [None]:
+                yield layer, expert
 
 
 @dataclass(frozen=True)
@@ -102,15 +159,21 @@ class RuleTable:
         self.rules = list(rules)
         self._by_name = {rule.megatron: rule for rule in self.rules}
 
-    def find(self, name: str) -> tuple[ParameterRule, int | None]:
-        """Return the rule and the global layer index of a Megatron parameter whose name carries the global
-        layer index.
+    def find(self, name: str) -> tuple[ParameterRule, int | None, int | None]:
+        """Return (rule, layer, expert) of a Megatron parameter whose name carries global indices; None where
+        it carries none.
 
         Raises:
             KeyError: no rule names this parameter.
         """
-        layer = re.search(r"(?<=\.layers\.)\d+", name)
-        template = name if layer is None else f"{name[: layer.start()]}{{layer}}{name[layer.end() :]}"
+        indices: dict[str, int] = {}
+
+        def note(found: re.Match[str]) -> str:
+            key = "expert" if found[1] == "local_experts." else "layer"
+            indices[key] = int(found[2])
+            return f"{found[1]}{{{key}}}"
+
+        template = re.sub(r"(?<=\.)(layers\.|local_experts\.)(\d+)", note, name)
         if template not in self._by_name:
             raise KeyError(f"no parameter rule for {name}")
-        return self._by_name[template], None if layer is None else int(layer.group())
+        return self._by_name[template], indices.get("layer"), indices.get("expert")

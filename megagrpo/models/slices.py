@@ -19,11 +19,9 @@ class HFSlices:
     def __init__(self, model: StageModel):
         self._model = model
         self._where: dict[str, tuple[str, ParameterRule, torch.nn.Parameter, int]] = {}
-        for name, rule, layer, parameter in model.named_rules():
-            if name == "output_layer.weight" and model.hf.tie_word_embeddings:
-                continue  # the first stage's embedding is the same tensor
-            for number, hf_name in enumerate(rule.hf_names(layer)):
-                self._where[hf_name] = (name, rule, parameter, number)
+        for row in model.named_rules():
+            for number, hf_name in enumerate(() if row.rule.is_tied_copy else row.hf_names):
+                self._where[hf_name] = (row.name, row.rule, row.parameter, number)
         self._parts: dict[str, list[torch.Tensor]] = {}
 
     def names(self) -> KeysView[str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
@@ -21,6 +21,21 @@ from megagrpo.models.rules import Dimensions, ParameterRule, RuleTable
 from megagrpo.models.spec import build_block_spec, canonical_name
 from megagrpo.models.transformer_config import padded_vocab_size
 from megagrpo.parallel.groups import ParallelGroups
+
+
+class StageParameter(NamedTuple):
+    """One parameter of a stage; indices are global, None where there is none."""
+
+    name: str  # as the rules have it
+    rule: ParameterRule
+    layer: int | None
+    expert: int | None
+    parameter: torch.nn.Parameter
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """Names of the HF tensors that it is made of."""
+        return self.rule.hf_names(self.layer, self.expert)
 
 
 @dataclass(frozen=True)
@@ -53,8 +68,8 @@ class StageModel:
             else (self.tp, self.groups.tp_rank)
         )
 
-    def named_rules(self) -> list[tuple[str, ParameterRule, int | None, torch.nn.Parameter]]:
-        """Return (canonical name, rule, global layer or None, parameter) of every parameter of this stage."""
+    def named_rules(self) -> list[StageParameter]:
+        """Return every parameter of this stage."""
         rows = []
         first_expert = self.groups.ep_rank * self.experts_per_rank
         for chunk in self.chunks:
@@ -62,7 +77,7 @@ class StageModel:
             first_layer = layers[0].layer_number - 1 if len(layers) else 0
             for name, parameter in chunk.named_parameters():
                 canonical = canonical_name(name, first_layer, first_expert)
-                rows.append((canonical, *self.rules.find(canonical), parameter))
+                rows.append(StageParameter(canonical, *self.rules.find(canonical), parameter))
         return rows
 
     @property
@@ -156,7 +171,7 @@ def mark_split_parameters(model: StageModel) -> None:
     tp. And marked in every layout, they have an optimizer of their own in every layout, so that a checkpoint
     has one structure.
     """
-    for _, rule, _, parameter in model.named_rules():
+    for _, rule, *_, parameter in model.named_rules():
         if rule.split_dimension is not None:
             for name, value in {
                 "tensor_model_parallel": True,

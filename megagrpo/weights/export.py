@@ -11,15 +11,14 @@ data parallel replica does this for itself, so no bytes cross replicas. Two buck
 rank.
 """
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megagrpo.models.slices import HFSlices
-from megagrpo.models.stage import StageModel
+from megagrpo.models.stage import StageModel, StageParameter
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -81,15 +80,15 @@ class WeightExporter:
         """Collective over the pipeline group."""
         local: dict[bool, list[tuple[ExportEntry, int]]] = {False: [], True: []}
         slices = HFSlices(self.model)
-        for name, rule, layer, parameter in self.model.named_rules():
-            if name == "output_layer.weight" and self.model.hf.tie_word_embeddings:
-                continue  # the first stage's embedding is the same tensor
+        for row in self.model.named_rules():
+            rule = row.rule
+            if rule.is_tied_copy:
+                continue
             rows = self.model.dims.vocab_size if rule.kind == "vocab" else None
-            for names, own in zip(self._names_of_all_owners(name), rule.hf_names(layer), strict=True):
+            itemsize = row.parameter.element_size() * self._gather_size(rule.is_expert)
+            for names, own in zip(self._names_of_all_owners(row), row.hf_names, strict=True):
                 entry = ExportEntry(names, tuple(slices[own].shape), rule.split_dimension, rows)
-                local[rule.is_expert].append(
-                    (entry, entry.numel * parameter.element_size() * self._gather_size(rule.is_expert))
-                )
+                local[rule.is_expert].append((entry, entry.numel * itemsize))
             slices.forget()
         stages: list = [None] * self.model.groups.pp.size()
         dist.all_gather_object(stages, local, group=self.model.groups.pp)
@@ -108,20 +107,16 @@ class WeightExporter:
                     buckets.append(ExportBucket(stage, is_expert, tuple(pending)))
         return buckets
 
-    def _names_of_all_owners(self, name: str) -> list[tuple[str, ...]]:
-        """Return, for each HF tensor of the parameter `name`, its names on all ranks that own such a one.
+    def _names_of_all_owners(self, row: StageParameter) -> list[tuple[str, ...]]:
+        """Return, for each HF tensor of a parameter, its names on all ranks that own such a one.
 
         One name, or one for each expert parallel rank.
         """
         per_rank = self.model.experts_per_rank
-        own = re.search(r"(?<=local_experts\.)\d+", name)
-        if own is None:
-            owners = [name]
-        else:
-            numbers = range(int(own.group()) % per_rank, self.model.hf.num_experts, per_rank)
-            owners = [f"{name[: own.start()]}{number}{name[own.end() :]}" for number in numbers]
-        found = [self.model.rules.find(owner) for owner in owners]
-        return list(zip(*(rule.hf_names(layer) for rule, layer in found), strict=True))
+        experts: Iterable[int | None] = [None]
+        if row.expert is not None:
+            experts = range(row.expert % per_rank, row.rule.num_experts, per_rank)
+        return list(zip(*(row.rule.hf_names(row.layer, expert) for expert in experts), strict=True))
 
     def _gather_size(self, is_expert: bool) -> int:
         return self.model.groups.experts.size() if is_expert else self.model.tp

@@ -17,13 +17,13 @@ DEVICE = device_module.setup()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from checkpoint_of_model import checkpoint_of  # noqa: E402
 from engine_contract import assert_logprobs_match, params  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from megagrpo.config.schema import EngineConfig  # noqa: E402
 from megagrpo.engines import ENGINES  # noqa: E402
 from megagrpo.engines.base import EngineError  # noqa: E402
-from megagrpo.engines.embedded.weights import checkpoint_tensors  # noqa: E402
 from megagrpo.models.family import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.models.stage import load_stage_model  # noqa: E402
@@ -84,7 +84,7 @@ class Case:
             for parameter in other.parameters():
                 parameter.mul_(factor)
         self.engine.begin_update(self.version)
-        self.engine.load(checkpoint_tensors(other).items())
+        self.engine.load(checkpoint_of(other).items())
         self.engine.commit_update(self.version)
         return self.checksums()
 

@@ -15,7 +15,7 @@ from megagrpo.config.schema import EngineConfig
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.errors import UserError
-from megagrpo.models.quantization import is_quantized, scale_name
+from megagrpo.models.quantization import scale_name
 from megagrpo.weights.read.block_fp8 import accumulate_amax, compute_scales, quantize_slice
 from megagrpo.wire.manifest import checksum_of
 
@@ -64,7 +64,7 @@ def checkpoint(model):
     tensors = {}
     for name, parameter in model.named_parameters():
         tensors[name] = parameter.detach()
-        if is_quantized(name):
+        if name.endswith("_proj.weight"):
             tensors[name], tensors[scale_name(name)] = quantize(parameter.detach())
     return tensors
 
@@ -74,7 +74,7 @@ def dequantized(model):
     twin, tensors = copy.deepcopy(model).float(), checkpoint(model)
     for name, parameter in twin.named_parameters():
         value = tensors[name].float()
-        if is_quantized(name):
+        if name.endswith("_proj.weight"):
             scales = tensors[scale_name(name)].repeat_interleave(128, 0).repeat_interleave(128, 1)
             value = value * scales[: value.shape[0], : value.shape[1]]
         parameter.data.copy_(value)

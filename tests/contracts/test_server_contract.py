@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from checkpoint_of_model import checkpoint_of
 from engine_contract import (
     SERVER_MARKS,
     SERVER_NAMES,
@@ -31,7 +32,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megagrpo.config.schema import EngineConfig
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
-from megagrpo.engines.embedded.weights import checkpoint_tensors
 from megagrpo.engines.server.bucket_file import bucket_file
 from megagrpo.errors import UserError
 from megagrpo.types import Prompt
@@ -319,7 +319,7 @@ def test_families_and_tensor_parallel_engines_agree_with_transformers(
                 for parameter in model.parameters():
                     parameter.mul_(factor)
             engine.begin_update(version)
-            engine.load((key, tensor.detach()) for key, tensor in checkpoint_tensors(model).items())
+            engine.load((key, tensor.detach()) for key, tensor in checkpoint_of(model).items())
             engine.commit_update(version)
             assert_logprobs_match(model, prompts, engine.generate(prompts, params(), range(4)))
         if tensor_parallel > 1:

@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from checkpoint_of_model import checkpoint_of
 from engine_contract import TOLERANCE, params, tokens
 
 from megagrpo.config.schema import EngineConfig
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
-from megagrpo.engines.embedded.weights import checkpoint_tensors
 from megagrpo.engines.server.bucket_file import bucket_file
 from megagrpo.types import Prompt
 
@@ -69,7 +69,7 @@ def models(tiny_model):
 
 def publish(engine, model, version):
     engine.begin_update(version)
-    engine.load(checkpoint_tensors(model).items())
+    engine.load(checkpoint_of(model).items())
     engine.commit_update(version)
 
 
@@ -173,9 +173,9 @@ def test_sharded_weights_are_bit_for_bit_what_the_servers_own_loader_makes_of_fu
         publish(engine, models[1], 2 * version - 1)  # so that nothing of models[0] is left over
         engine.begin_update(2 * version)
         if layout == "full":
-            engine.load(checkpoint_tensors(models[0]).items())
+            engine.load(checkpoint_of(models[0]).items())
         else:
-            with bucket_file(2 * version, list(fused(checkpoint_tensors(models[0])).items())) as manifest:
+            with bucket_file(2 * version, list(fused(checkpoint_of(models[0])).items())) as manifest:
                 acks = engine.receive(replace(manifest, layout="sharded"))
             assert [(ack["rank"], ack["version"]) for ack in acks] == [(0, 4)]
         engine.commit_update(2 * version)
@@ -215,7 +215,7 @@ def test_no_client_samples_from_weights_that_another_left_half_written(connect, 
     publish(other, models[0], 1)
     stopping = connect()
     stopping.begin_update(2)
-    stopping.load(list(checkpoint_tensors(models[1]).items())[:5])
+    stopping.load(list(checkpoint_of(models[1]).items())[:5])
     stopping.close()
     with pytest.raises(EngineError, match="request_timeout_seconds = 2"):
         other.generate(prompts, params(), [0])

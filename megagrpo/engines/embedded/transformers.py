@@ -17,6 +17,8 @@ from megagrpo.engines.embedded.stopping import StopRule
 from megagrpo.engines.embedded.weights import InPlaceWeights
 from megagrpo.engines.hf_model import build_model, end_token_ids, load_from_folder
 from megagrpo.engines.request_checks import check_request
+from megagrpo.models.family import read_hf_config
+from megagrpo.models.stacked_experts import stacked_rules
 from megagrpo.types import Completion, Prompt, SamplingParams
 
 _ATTENTION = "megagrpo_rollout"
@@ -62,6 +64,7 @@ class TransformersEngine(Engine):
         Raises:
             UserError: the folder can't be read, or the model's attention is not plain causal attention.
         """
+        stacked = stacked_rules(read_hf_config(model_folder))
         self._config = config
         self._device = torch.device(device)
         self._tokenizer = (
@@ -70,7 +73,7 @@ class TransformersEngine(Engine):
         self._model = build_model(model_folder, _ATTENTION, dtype, load_weights).to(self._device)
         fuse_query_key_value(self._model)
         self._end_token_ids = end_token_ids(model_folder, self._model.config, self._tokenizer)
-        self._weights = InPlaceWeights(self._model)
+        self._weights = InPlaceWeights(self._model, stacked)
         if load_weights:
             self._weights.mark_complete(0)
         self._asleep = False
@@ -167,7 +170,7 @@ class TransformersEngine(Engine):
 
     def close(self) -> None:
         self._model = None
-        self._weights = InPlaceWeights(torch.nn.Module())
+        self._weights = InPlaceWeights(torch.nn.Module(), {})
 
     def _state(self) -> str:
         if self._model is None:

@@ -1,28 +1,27 @@
 """Weight updates of a model in this process, which is overwritten in place."""
 
-import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.transaction import WeightTransaction
+from megagrpo.models.rules import ParameterRule
 
-_FUSED_EXPERTS = re.compile(r"(?P<prefix>.*\.experts)\.(?P<part>gate_up_proj|down_proj)$")
+Stacked = Mapping[str, tuple[ParameterRule, int | None]]  # see `stacked_rules`
 
 
 class InPlaceWeights(WeightTransaction):
     """The tensors of an HF model under their checkpoint names, and the version they hold."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, stacked: Stacked):
         super().__init__({})
+        self._stacked = stacked
         self.bind(model)
 
     def bind(self, model: torch.nn.Module) -> None:
         """Find the tensors again, after the model was moved."""
-        self._targets = checkpoint_tensors(model)
+        self._targets = checkpoint_views(model, self._stacked)
         self.shapes = {name: target.shape for name, target in self._targets.items()}
 
     @torch.no_grad()
@@ -44,11 +43,11 @@ class InPlaceWeights(WeightTransaction):
         self.mark_complete(version)
 
 
-def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def checkpoint_views(model: torch.nn.Module, stacked: Stacked) -> dict[str, torch.Tensor]:
     """Return every parameter and persistent buffer under its name in an HF checkpoint; tied ones once.
 
-    transformers fuses the experts of a layer into `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I],
-    checkpoints hold them one by one; those names get views of the fused tensors.
+    transformers stacks the experts of a layer, checkpoints hold them one by one; those names get views of the
+    stacked tensors.
     """
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -56,23 +55,11 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        match = _FUSED_EXPERTS.fullmatch(name)
-        if match is None or tensor.ndim != 3:
+        if name not in stacked:
             tensors[name] = tensor
             continue
-        for expert, fused in enumerate(tensor.detach()):
-            parts = (
-                {"down_proj": fused}
-                if match["part"] == "down_proj"
-                else dict(zip(("gate_proj", "up_proj"), fused.chunk(2), strict=True))
-            )
-            tensors |= {f"{match['prefix']}.{expert}.{part}.weight": view for part, view in parts.items()}
+        rule, layer = stacked[name]
+        for expert, rows in enumerate(tensor.detach()):
+            names = rule.hf_names(layer, expert)
+            tensors |= dict(zip(names, rows.chunk(len(names)), strict=True))
     return tensors
-
-
-def checkpoint_shapes(hf: Any, dtype: torch.dtype) -> dict[str, torch.Size]:
-    """Return the shapes of a model's tensors under their checkpoint names; no memory is taken for them."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf, dtype=dtype)
-    model.tie_weights()
-    return {name: tensor.shape for name, tensor in checkpoint_tensors(model).items()}

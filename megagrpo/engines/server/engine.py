@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megagrpo.config.schema import EngineConfig
 from megagrpo.engines.base import Engine, EngineError, EngineHealth, OnGroup
-from megagrpo.engines.embedded.weights import checkpoint_shapes
 from megagrpo.engines.hf_model import end_token_ids, load_from_folder
 from megagrpo.engines.server.connection import ServerConnection
 from megagrpo.engines.server.http_client import EngineClient
@@ -19,7 +18,8 @@ from megagrpo.engines.server.protocol import ServerProtocol
 from megagrpo.engines.server.requests import request_completions
 from megagrpo.engines.server.weights import Ack, ServerWeights
 from megagrpo.errors import UserError
-from megagrpo.models.quantization import find_mismatch, quantization_config, with_scales
+from megagrpo.models.family import checkpoint_tensors, read_hf_config
+from megagrpo.models.quantization import find_mismatch, quantization_config, quantized_shapes
 from megagrpo.types import Completion, Prompt, SamplingParams
 from megagrpo.wire.manifest import BucketManifest
 from megagrpo.wire.probe_requests import probe_request_id
@@ -81,13 +81,13 @@ class RemoteEngine(ServerProtocol, Engine):
         self._hf = load_from_folder(AutoConfig, model_folder)
         self.tokenizer = tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
         self.end_token_ids = end_token_ids(model_folder, self._hf, self.tokenizer)
-        self._tensor_shapes = checkpoint_shapes(self._hf, dtype)
+        tensors = checkpoint_tensors(read_hf_config(model_folder))
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
         self.quantization_config = None  # of the server's model
         if config.quantization != "none":
-            self.quantization_config = quantization_config(list(self._tensor_shapes))
-            self._tensor_shapes = {
-                name: torch.Size(shape) for name, shape in with_scales(self._tensor_shapes)
-            }
+            self.quantization_config = quantization_config(tensors)
+            shapes = quantized_shapes(tensors)
+        self._tensor_shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self._closed = self._asleep = self._aborted = False
         self.transfer_group: str | None = None
         address = address or _only(config.addresses)

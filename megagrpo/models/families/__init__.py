@@ -1,11 +1,10 @@
 """One file per family; each registers itself under its HF `model_type`."""
 
 import importlib
-
-NAMES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+import pkgutil
 
 
 def load_all() -> None:
-    """Import all families, so that the registry holds them."""
-    for name in NAMES:
-        importlib.import_module(f"{__name__}.{name}")
+    """Import all files of this folder, so that the registry holds their families."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")

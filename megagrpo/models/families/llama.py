@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily, shared_rules
+from megagrpo.models.decoder_rules import shared_rules
+from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily
 from megagrpo.models.rules import ParameterRule
 
 

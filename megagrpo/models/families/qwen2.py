@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily, shared_rules
+from megagrpo.models.decoder_rules import ModelSizes, qkv_rule, shared_rules
+from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily
 from megagrpo.models.rules import ParameterRule
 
 
@@ -15,11 +16,7 @@ class Qwen2(ModelFamily):
 
     def parameter_rules(self, hf: HFConfig) -> list[ParameterRule]:
         """Return the shared rules and that of the QKV bias."""
-        names = tuple(f"model.layers.{{layer}}.self_attn.{name}_proj.bias" for name in "qkv")
-        return [
-            *shared_rules(hf),
-            ParameterRule("decoder.layers.{layer}.self_attention.linear_qkv.bias", names, "qkv"),
-        ]
+        return [*shared_rules(hf), qkv_rule(True, ModelSizes(hf))]
 
 
 FAMILIES.register("qwen2")(Qwen2())

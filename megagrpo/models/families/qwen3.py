@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily, shared_rules
+from megagrpo.models.decoder_rules import ModelSizes, norm_rule, shared_rules
+from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily
 from megagrpo.models.rules import ParameterRule
 
 
@@ -15,15 +16,19 @@ class Qwen3(ModelFamily):
 
     def parameter_rules(self, hf: HFConfig) -> list[ParameterRule]:
         """Return the shared rules and those of the query and key norms."""
-        norms = [
-            ParameterRule(
-                f"decoder.layers.{{layer}}.self_attention.{name}_layernorm.weight",
-                (f"model.layers.{{layer}}.self_attn.{name}_norm.weight",),
-                "replicated",
-            )
-            for name in "qk"
-        ]
-        return [*shared_rules(hf), *norms]
+        return [*shared_rules(hf), *head_norm_rules(hf)]
+
+
+def head_norm_rules(hf: HFConfig) -> list[ParameterRule]:
+    """Return the rules of the norms on each query and key head."""
+    return [
+        norm_rule(
+            f"decoder.layers.{{layer}}.self_attention.{name}_layernorm.weight",
+            f"model.layers.{{layer}}.self_attn.{name}_norm.weight",
+            ModelSizes(hf).head,
+        )
+        for name in "qk"
+    ]
 
 
 FAMILIES.register("qwen3")(Qwen3())

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from megagrpo.models.families.qwen3 import Qwen3
+from megagrpo.models.decoder_rules import ModelSizes, block_rules
+from megagrpo.models.families.qwen3 import Qwen3, head_norm_rules
 from megagrpo.models.family import FAMILIES, HFConfig, count_experts
-from megagrpo.models.rules import ParameterRule
+from megagrpo.models.rules import ParameterRule, Size
 
 
 class Qwen3Moe(Qwen3):
@@ -54,18 +55,34 @@ class Qwen3Moe(Qwen3):
         }
 
     def parameter_rules(self, hf: HFConfig) -> list[ParameterRule]:
-        """Return Qwen3's rules without its MLP, and those of the router and of every expert."""
-        layer, target = "model.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp."
-        rules = [rule for rule in super().parameter_rules(hf) if not rule.megatron.startswith(target)]
-        rules.append(ParameterRule(f"{target}router.weight", (f"{layer}gate.weight",), "replicated"))
-        for expert in range(hf.num_experts or 0):
-            gate, up, down = (
-                f"{layer}experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down")
-            )
-            local = f"{target}experts.local_experts.{expert}."
-            rules.append(ParameterRule(f"{local}linear_fc1.weight", (gate, up), "gate_up", is_expert=True))
-            rules.append(ParameterRule(f"{local}linear_fc2.weight", (down,), "row", is_expert=True))
-        return rules
+        """Return Qwen3's rules, with the router and the experts in place of its MLP."""
+        sizes, layer, target = ModelSizes(hf), "model.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp."
+        ffn = Size(hf.raw["moe_intermediate_size"], "moe_intermediate_size")
+        expert, local = f"{layer}experts.{{expert}}.", f"{target}experts.local_experts.{{expert}}."
+        router = ParameterRule(
+            f"{target}router.weight", (f"{layer}gate.weight",), "replicated", ((sizes.experts, sizes.hidden),)
+        )
+        fc1 = ParameterRule(
+            f"{local}linear_fc1.weight",
+            (f"{expert}gate_proj.weight", f"{expert}up_proj.weight"),
+            "gate_up",
+            ((ffn, sizes.hidden),) * 2,
+            engine=f"{layer}experts.w13_weight",
+            is_quantized=True,
+            num_experts=sizes.experts,
+            stacked=f"{layer}experts.gate_up_proj",
+        )
+        fc2 = ParameterRule(
+            f"{local}linear_fc2.weight",
+            (f"{expert}down_proj.weight",),
+            "row",
+            ((sizes.hidden, ffn),),
+            engine=f"{layer}experts.w2_weight",
+            is_quantized=True,
+            num_experts=sizes.experts,
+            stacked=f"{layer}experts.down_proj",
+        )
+        return [*block_rules(hf, [router, fc1, fc2]), *head_norm_rules(hf)]
 
 
 FAMILIES.register("qwen3_moe")(Qwen3Moe())

@@ -7,7 +7,6 @@ dimension) is all that is needed here; how Megatron lays these slices out inside
 `models/rules.py`'s business.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,8 +17,6 @@ from megagrpo.weights.plan.boxes import Box, whole
 if TYPE_CHECKING:
     from megagrpo.models.family import HFConfig
     from megagrpo.models.rules import ParameterRule
-
-_EXPERT = re.compile(r"(?<=\.)experts\.(\d+)\.|(?<=local_experts\.)(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -37,6 +34,9 @@ class SourceTensor:
     is_expert: bool = False
     # of the tensor on its way, a torch dtype without its prefix; None: that of the publish
     dtype: str | None = None
+    engine: str = ""  # the engine's parameter that the unit is fused into; empty: `name`
+    place: int = 0  # among the unit's tensors, as they lie in it
+    is_quantized: bool = False  # for engines that are
 
     def hf_name(self, expert: int = 0) -> str:
         """Return the HF tensor's name, of a stacked one that of one expert."""
@@ -126,71 +126,36 @@ def build_sources(
         for chunk, layers in enumerate(layout.chunk_layers(hf.num_layers))
         for _ in range(layers)
     ]
-    before = [rule for rule in rules if rule.megatron.startswith("embedding.")]
-    after = [
-        rule for rule in rules if rule.megatron.startswith(("decoder.final_layernorm.", "output_layer."))
-    ]
-    inside = [
-        rule for rule in rules if "{layer}" in rule.megatron and _expert_number(rule.megatron) in (None, 0)
-    ]
-    if hf.tie_word_embeddings:  # the embedding is the same tensor, on the first stage
-        after = [rule for rule in after if not rule.megatron.startswith("output_layer.")]
-    sources = [source for rule in before for source in _of_rule(rule, None, 0, hf, padded_vocab_size)]
-    for layer in range(hf.num_layers):
-        sources += [
-            source
-            for rule in inside
-            for source in _of_rule(rule, layer, stage_of[layer], hf, padded_vocab_size)
-        ]
-    return sources + [
-        source for rule in after for source in _of_rule(rule, None, layout.pp - 1, hf, padded_vocab_size)
-    ]
-
-
-def _expert_number(name: str) -> int | None:
-    found = _EXPERT.search(name)
-    return None if found is None else int(found[1] or found[2])
+    sections: dict[str, list[ParameterRule]] = {"embedding": [], "layer": [], "head": []}
+    for rule in rules:
+        if not rule.is_tied_copy:
+            sections[rule.section].append(rule)
+    places: list[tuple[ParameterRule, int | None, int]] = [(rule, None, 0) for rule in sections["embedding"]]
+    places += [(rule, n, stage) for n, stage in enumerate(stage_of) for rule in sections["layer"]]
+    places += [(rule, None, layout.pp - 1) for rule in sections["head"]]
+    return [source for place in places for source in _of_rule(*place, padded_vocab_size)]
 
 
 def _of_rule(
-    rule: "ParameterRule", layer: int | None, stage: int, hf: "HFConfig", padded_vocab_size: int
+    rule: "ParameterRule", layer: int | None, stage: int, padded_vocab_size: int
 ) -> Iterator[SourceTensor]:
-    unit = rule.megatron.format(layer=layer)
-    for name, shape in zip(rule.hf_names(layer), hf_shapes(rule, hf), strict=True):
-        split = rule.split_dimension
+    unit = rule.megatron.format(layer=layer, expert="{expert}")
+    order = rule.engine_order or range(len(rule.hf))
+    for number, (name, sizes) in enumerate(zip(rule.hf_names(layer), rule.shapes, strict=True)):
+        split, shape = rule.split_dimension, tuple(map(int, sizes))
         if rule.is_expert:
-            name = _EXPERT.sub("experts.{expert}.", name)
-            shape, split = (hf.num_experts or 0, *shape), None if split is None else split + 1
+            shape, split = (int(rule.num_experts), *shape), None if split is None else split + 1
         size = 0 if split is None else padded_vocab_size if rule.kind == "vocab" else shape[split]
-        yield SourceTensor(name, unit, rule.kind, shape, stage, split, size, rule.is_expert)
-
-
-def hf_shapes(rule: "ParameterRule", hf: "HFConfig") -> list[tuple[int, ...]]:
-    """Return the shapes of the HF tensors of a rule.
-
-    Raises:
-        KeyError: a parameter whose shape is not known here.
-    """
-    queries, keys = hf.num_attention_heads * hf.head_dim, hf.num_query_groups * hf.head_dim
-    ffn = hf.raw["moe_intermediate_size"] if rule.is_expert else hf.ffn_hidden_size
-    module = rule.megatron.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
-    if module == "linear_qkv":
-        rows = (queries, keys, keys)
-        return [(row,) if rule.megatron.endswith(".bias") else (row, hf.hidden_size) for row in rows]
-    if module == "linear_fc1":
-        return [(ffn, hf.hidden_size)] * len(rule.hf)
-    shapes: dict[str, tuple[int, ...]] = {
-        "word_embeddings": (hf.vocab_size, hf.hidden_size),
-        "output_layer": (hf.vocab_size, hf.hidden_size),
-        "linear_proj": (hf.hidden_size, queries),
-        "linear_fc2": (hf.hidden_size, ffn),
-        "router": (hf.num_experts or 0, hf.hidden_size),
-        "q_layernorm": (hf.head_dim,),
-        "k_layernorm": (hf.head_dim,),
-        "input_layernorm": (hf.hidden_size,),
-        "pre_mlp_layernorm": (hf.hidden_size,),
-        "final_layernorm": (hf.hidden_size,),
-    }
-    if module not in shapes:
-        raise KeyError(f"weight plan: no shape is known for {rule.megatron}")
-    return [shapes[module]]
+        yield SourceTensor(
+            name,
+            unit,
+            rule.kind,
+            shape,
+            stage,
+            split,
+            size,
+            rule.is_expert,
+            engine=rule.engine.format(layer=layer),
+            place=list(order).index(number),
+            is_quantized=rule.is_quantized,
+        )

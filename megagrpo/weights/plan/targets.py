@@ -2,10 +2,8 @@
 of them is. Pure.
 
 full      every engine rank gets the HF tensors whole, and its own loader cuts them
-sharded   an engine rank gets its slices, laid out as its fused parameters are: the rows of q, k and v on top
-of one another, gate above
-          up, the experts stacked, with gate above up in each (w13), and down (w2). Names and layout are
-          vLLM's, which SGLang shares.
+sharded   an engine rank gets its slices, laid out as its fused parameters are: tensors of one unit on top of
+          one another, in the order and under the name that the family's rules give, experts stacked.
 """
 
 from collections.abc import Sequence
@@ -121,6 +119,7 @@ def _sharded(
     unit: str, members: list[SourceTensor], rank: int, grid: EngineGrid, head_dim: int
 ) -> TargetTensor:
     """Lay a unit's members out one after another along the dimension that they are fused along."""
+    members = sorted(members, key=lambda source: source.place)
     first = members[0]
     fused_along = 1 if first.is_expert else 0
     parts, offset = [], 0
@@ -135,7 +134,9 @@ def _sharded(
     if first.kind == "vocab":
         shape[0] = padded_vocab(first.shape[0], grid.tp) // grid.tp
         parts = [part for part in parts if prod(sizes(part.box))]
-    return TargetTensor(fused_name(members), unit, tuple(shape), tuple(shape), tuple(parts), first.dtype)
+    return TargetTensor(
+        first.engine or first.name, unit, tuple(shape), tuple(shape), tuple(parts), first.dtype
+    )
 
 
 def _box_kept(source: SourceTensor, rank: int, grid: EngineGrid, head_dim: int) -> Box:
@@ -170,16 +171,3 @@ def padded_vocab(size: int, tp: int) -> int:
     """Return the vocabulary rows that an engine of `tp` ranks holds, padding included."""
     padded = -(-size // VOCAB_PADDING) * VOCAB_PADDING
     return -(-padded // tp) * tp
-
-
-def fused_name(members: Sequence[SourceTensor]) -> str:
-    """Return the engine's name of the parameter that a unit's tensors are fused into."""
-    first = members[0]
-    if first.is_expert:
-        prefix = first.name[: first.name.index("{expert}")]
-        return f"{prefix}{'w13' if len(members) > 1 else 'w2'}_weight"
-    if first.kind == "qkv":
-        return first.name.replace("q_proj", "qkv_proj")
-    if first.kind == "gate_up":
-        return first.name.replace("gate_proj", "gate_up_proj")
-    return first.name

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from megagrpo.config.schema import FP8_BLOCK
-from megagrpo.models.quantization import is_quantized, scale_name, scale_shape
+from megagrpo.models.quantization import scale_name, scale_shape
 from megagrpo.weights.plan.boxes import Box
 from megagrpo.weights.plan.sources import SourceTensor
 
@@ -33,7 +33,7 @@ def quantize_sources(sources: Sequence[SourceTensor]) -> Iterator[SourceTensor]:
     Scales are known to all ranks that hold a slice of their weight.
     """
     for source in sources:
-        if not is_quantized(source.name):
+        if not source.is_quantized:
             yield source
             continue
         yield replace(source, dtype=FP8_DTYPE)
@@ -45,6 +45,7 @@ def quantize_sources(sources: Sequence[SourceTensor]) -> Iterator[SourceTensor]:
             split=None,
             split_size=0,
             dtype=SCALE_DTYPE,
+            is_quantized=False,
         )
 
 

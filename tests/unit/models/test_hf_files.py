@@ -7,26 +7,26 @@ import torch
 from safetensors.torch import save_file
 
 from megagrpo.errors import UserError
-from megagrpo.models.hf_files import SafetensorsFolder, read_part, write_hf_folder
-from megagrpo.models.rules import Dimensions, ParameterRule
+from megagrpo.models.hf_files import SafetensorsFolder, open_tensor, read_part, write_hf_folder
+from megagrpo.models.rules import Dimensions, ParameterRule, Size
 
 DIMS = Dimensions(num_attention_heads=4, num_query_groups=2, head_dim=2, vocab_size=5, padded_vocab_size=8)
-VOCAB = ParameterRule("e", ("e",), "vocab")
+VOCAB = ParameterRule("e", ("e",), "vocab", ((Size(5, "vocab_size"), Size(2, "hidden_size")),), "embedding")
 
 
 def test_vocabulary_rows_beyond_the_true_size_are_zeros(tmp_path):
     weight = torch.arange(10.0).reshape(5, 2)
     save_file({"e": weight}, tmp_path / "model.safetensors")
     source = SafetensorsFolder(tmp_path)
-    parts = [read_part(source, "e", VOCAB, DIMS, 4, rank) for rank in range(4)]
+    parts = [read_part(open_tensor(source, VOCAB, 0, None, None), VOCAB, DIMS, 4, rank) for rank in range(4)]
     assert torch.equal(torch.cat(parts)[:5], weight)
     assert torch.cat(parts)[5:].eq(0).all() and all(part.shape == (2, 2) for part in parts)
 
 
 def test_a_vocabulary_of_another_size_is_an_error(tmp_path):
     save_file({"e": torch.zeros(6, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"e has 6 rows, config\.json says vocab_size 5"):
-        read_part(SafetensorsFolder(tmp_path), "e", VOCAB, DIMS, 1, 0)
+    with pytest.raises(UserError, match=r"e: shape \[6, 2\], .* \[5 \(vocab_size\), 2 \(hidden_size\)\]"):
+        open_tensor(SafetensorsFolder(tmp_path), VOCAB, 0, None, None)
 
 
 def test_a_truncated_file_is_named(tmp_path):

@@ -8,13 +8,14 @@ from megagrpo.models.family import FAMILIES, HFConfig
 from megagrpo.models.rules import Dimensions, ParameterRule, RuleTable, merge, split
 
 DIMS = Dimensions(num_attention_heads=8, num_query_groups=4, head_dim=2, vocab_size=10, padded_vocab_size=16)
+RAW = {"moe_intermediate_size": 4}
 families.load_all()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_qkv_of_a_rank_holds_whole_groups_query_key_value(tp):
     """Group g of 4 has query heads 2g and 2g + 1: rank order is q q k v per group."""
-    rule = ParameterRule("x", ("q", "k", "v"), "qkv")
+    rule = ParameterRule("x", ("q", "k", "v"), "qkv", ((16, 3), (8, 3), (8, 3)), engine="qkv")
     head = lambda kind, index: torch.full((2, 3), 100.0 * kind + index)  # noqa: E731
     queries, keys, values = (
         torch.cat([head(kind, i) for i in range(count)]) for kind, count in ((1, 8), (2, 4), (3, 4))
@@ -33,7 +34,7 @@ def test_qkv_of_a_rank_holds_whole_groups_query_key_value(tp):
 
 
 def test_qkv_bias_is_interleaved_like_the_weight():
-    rule = ParameterRule("x", ("q", "k", "v"), "qkv")
+    rule = ParameterRule("x", ("q", "k", "v"), "qkv", ((16, 3), (8, 3), (8, 3)), engine="qkv")
     parts = [torch.arange(16.0), torch.arange(16.0, 24.0), torch.arange(24.0, 32.0)]
     assert all(
         torch.equal(a, b)
@@ -42,7 +43,7 @@ def test_qkv_bias_is_interleaved_like_the_weight():
 
 
 def test_gate_and_up_are_stacked_per_rank():
-    rule = ParameterRule("x", ("gate", "up"), "gate_up")
+    rule = ParameterRule("x", ("gate", "up"), "gate_up", ((4, 3),) * 2, engine="gate_up")
     gate, up = torch.ones(4, 3), torch.zeros(4, 3)
     merged = merge(rule, [gate, up], DIMS, 1)
     assert merged[:4].eq(1).all() and merged[4:].eq(0).all()
@@ -50,15 +51,20 @@ def test_gate_and_up_are_stacked_per_rank():
 
 
 def test_rule_table_finds_the_layer_and_refuses_unknown_names():
-    table = RuleTable([ParameterRule("decoder.layers.{layer}.mlp.linear_fc2.weight", ("a.{layer}",), "row")])
-    rule, layer = table.find("decoder.layers.12.mlp.linear_fc2.weight")
-    assert (layer, rule.hf_names(layer)) == (12, ("a.12",))
+    fc2 = ParameterRule("decoder.layers.{layer}.mlp.linear_fc2.weight", ("a.{layer}",), "row", ((2, 2),))
+    name = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight"
+    expert = ParameterRule(name, ("b.{layer}.{expert}",), "row", ((2, 2),), num_experts=8)
+    table = RuleTable([fc2, expert])
+    rule, *indices = table.find("decoder.layers.12.mlp.linear_fc2.weight")
+    assert (indices, rule.hf_names(*indices)) == ([12, None], ("a.12",))
+    rule, *indices = table.find(name.format(layer=3, expert=7))
+    assert (indices, rule.hf_names(*indices)) == ([3, 7], ("b.3.7",))
     with pytest.raises(KeyError, match="linear_fc3"):
         table.find("decoder.layers.12.mlp.linear_fc3.weight")
 
 
 @pytest.mark.parametrize("name", FAMILIES.names())
 def test_no_two_rules_of_a_family_share_an_hf_tensor_except_a_tied_head(name):
-    hf = HFConfig(name, 32, 8, 16, 2, 4, 2, 2, 1e-6, False, 64, 1e4, "default", {}, {})
+    hf = HFConfig(name, 32, 8, 16, 2, 4, 2, 2, 1e-6, False, 64, 1e4, "default", {}, RAW, 8)
     tensors = [tensor for rule in FAMILIES.get(name).parameter_rules(hf) for tensor in rule.hf_names(0)]
     assert len(tensors) == len(set(tensors))

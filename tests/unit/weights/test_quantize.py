@@ -5,7 +5,8 @@ scales.
 import pytest
 from labelled_models import MODELS, parameter_rules
 
-from megagrpo.models.quantization import quantization_config, with_scales
+from megagrpo.models.family import checkpoint_tensors
+from megagrpo.models.quantization import quantization_config, quantized_shapes
 from megagrpo.parallel.layout import ParallelLayout
 from megagrpo.weights.plan.boxes import numel
 from megagrpo.weights.plan.publish_plan import PublishPlan
@@ -38,7 +39,8 @@ def test_the_targets_are_the_tensors_of_a_quantised_checkpoint(family):
     plain = PublishPlan(sources, layout, EngineGrid(1, 1), hf.head_dim, 2, 10_000)
     plan = PublishPlan(list(quantize_sources(sources)), layout, EngineGrid(1, 1), hf.head_dim, 2, 10_000)
     found = {target.name: (target.shape, target.dtype) for target in plan.targets[0]}
-    shapes = dict(with_scales({target.name: target.shape for target in plain.targets[0]}))
+    shapes = quantized_shapes(checkpoint_tensors(hf))
+    assert {target.name for target in plain.targets[0]} < shapes.keys()
     assert {name: shape for name, (shape, _) in found.items()} == shapes
     for name, (shape, dtype) in found.items():
         if name.endswith("_scale_inv"):
@@ -76,12 +78,7 @@ def test_every_byte_is_sent_once_by_a_rank_that_holds_it(family, world, sizes):
 
 
 def test_the_servers_configuration_leaves_routers_and_the_output_layer_out():
-    names = [
-        "model.embed_tokens.weight",
-        "model.layers.0.mlp.gate.weight",
-        "model.layers.0.mlp.gate_proj.weight",
-        "lm_head.weight",
-    ]
-    config = quantization_config(names)
-    assert config["modules_to_not_convert"] == ["model.layers.0.mlp.gate", "lm_head"]
+    config = quantization_config(checkpoint_tensors(MODELS["qwen3_moe"]))
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(4)]
+    assert config["modules_to_not_convert"] == [*routers, "lm_head"]
     assert config["weight_block_size"] == [128, 128] and config["quant_method"] == "fp8"

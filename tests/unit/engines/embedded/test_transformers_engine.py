@@ -206,5 +206,5 @@ def test_a_broken_folder_is_one_clear_line(tiny_hf_folder, tmp_path, name, chang
 def test_sliding_window_attention_is_refused(tmp_path, tiny_model, character_tokenizer):
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     tiny_model("qwen2", **window).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"layer_types .*sliding_attention"):
+    with pytest.raises(UserError, match=r"layer_types: .*sliding_attention"):
         TransformersEngine(tmp_path, EngineConfig(), character_tokenizer)
