@@ -34,7 +34,7 @@ _SIGNS = str.maketrans(
 )
 _ROOT = re.compile(r"√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\))")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
-_SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,;:! ]|\{,\}|[\u00a0\u2009\u202f]|~)\s*(?=\d{3}(?!\d))")
+_SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:,?\\[,;:! ]|\{,\}|[\u00a0\u2009\u202f]|~)\s*(?=\d{3}(?!\d))")
 _COMMA_IN_NUMBER = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _SPACING = re.compile(r"(?<!\\)\\(?:[,;:!> ]|quad\b|qquad\b|displaystyle\b|limits\b|big[lr]?\b|Big[lr]?\b)|~")
 _SIZED = re.compile(r"\\(?:left|right)(?=[^A-Za-z])")
@@ -43,6 +43,7 @@ _TEXT = re.compile(
 )
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|(\d)\s*(\{[^{}]*\})|(\{[^{}]*\})\s*(\d))")
 _EMPHASIS = re.compile(r"(?<![\w)\]}])\*\*|\*\*(?![\w(\\-])")
+_CHOICE = re.compile(r"^\([A-H]\)\s*(?=[-+\\$\d])")  # the label of a choice, before its value
 _DELIMITED = re.compile(r"^(?:\$+(?P<a>[^$]*)\$+|\\\((?P<b>.*)\\\)|\\\[(?P<c>.*)\\\])$", re.DOTALL)
 
 
@@ -66,7 +67,7 @@ def normalise(text: str) -> str:
     text = text.replace(r"\degree", "°")
     text = _EMPHASIS.sub("", _SPACING.sub(" ", text))
     text = _SHORT_FRACTION.sub(_lengthen, text)
-    return undecorate(text)
+    return _CHOICE.sub("", undecorate(text))
 
 
 def undecorate(text: str) -> str:

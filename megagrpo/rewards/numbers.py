@@ -47,7 +47,7 @@ _EXPRESSION_AFTER = re.compile(r"\s*(?:\^|\\(?:sqrt|pi|frac)\b)|!(?=[\w)])")
 _SCALE = re.compile(
     r"\s*(?:(k)(?![A-Za-z])|-?\s*(hundred|thousand|million|billion|trillion)s?\b)", re.IGNORECASE
 )
-_UNIT_EXPONENT = re.compile(r"(?<=[A-Za-zµμ])\^\{?-?[123]\}?")  # m^2
+_UNIT_EXPONENT = re.compile(r"(?<=[A-Za-zµμ])\s*\^\s*\{?-?[123]\}?")  # m^2
 _UNIT = re.compile(r"[\s-]*[A-Za-z°€£¥₹¢$µμ(][A-Za-z°€£¥₹¢$µμ'./,()\s-]*")
 _MAX_UNIT_WORDS = 6
 # words that change what is said

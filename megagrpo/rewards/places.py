@@ -21,12 +21,12 @@ _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s{}$\\]+)")
 _BETWEEN_BOXES = re.compile(r"[\s$.]*(?:,|;|and|or|, *and|, *or|\\text\{\s*(?:and|or)\s*\})[\s$]*")
 _PHRASE = re.compile(
     r"\banswers?\b\**(?:[^\n.:=]{0,60}?\b(?:is|are|equals|be)\b[^\S\n]{0,4}:?"
-    r"|[^\S\n]{0,4}(?:\([^()\n]{0,40}\)[^\S\n]{0,4})?[:=])",
-    re.IGNORECASE,
+    r"|[^\S\n]{0,4}(?:\([^()\n]{0,40}\)[^\S\n]{0,4})?[:=])"
+    r"|^[#*\s]{0,8}(?:final )?answer\**[^\S\n]*$",  # a heading
+    re.IGNORECASE | re.MULTILINE,
 )
 _HEADING = re.compile(r"[A-Za-z]{2,}")
 _MATH_WORD = re.compile(r"(?:pi|sqrt|infinity|inf|log|ln|sin|cos|tan|no|yes)\b", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 
 
 def strip_reasoning(text: str, tag: str) -> str:
@@ -114,9 +114,3 @@ def find_phrase(text: str) -> str | None:
     if line.strip(" *:"):
         return line.strip().removeprefix("**").strip(" :!")  # an exclamation, not a factorial
     return next((line.strip(" !") for line in rest.split("\n") if line.strip()), None)
-
-
-def cut_sentence(text: str) -> str:
-    """Return `text` up to the end of its first sentence."""
-    match = _SENTENCE_END.search(text)
-    return text[: match.start()] if match else text

@@ -14,7 +14,9 @@ from megagrpo.rewards.values import Assignment, Collection, Expression, Value, W
 _ASSIGNMENT = re.compile(r"([A-Za-z](?:_\{?\w+\}?|')?|\\[a-z]+)\s*(?:=|:=|\\approx|≈)\s*([^=<>]+)")
 _ARITHMETIC = re.compile(r"[-+*/().,\d\s^{}$%]*(?:\\(?:times|cdot|frac|div)[-+*/().,\d\s^{}$%]*)*=\s*([^=]+)")
 _LITERAL = re.compile(
-    r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d+:\d+(?::\d+)?\s*(?:[ap]\.?\s?m\.?)?", re.IGNORECASE
+    r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d+:\d+(?::\d+)?\s*(?:[ap]\.?\s?m\.?)?"
+    r"|\d[\dA-F]*_\{?\d+\}?",  # 52_8 is to the base 8
+    re.IGNORECASE,
 )
 _WORDS = re.compile(r"\(?[^\W\d_]+(?:[\s'.,-]+[^\W\d_]+)*\)?")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
@@ -26,8 +28,12 @@ _FUNCTIONS = frozenset(
     ]
 )
 _NEGATION = re.compile(
-    r"\b(?:not|never|no|but|except|without|neither|nor|instead|rather)\b|n't\b", re.IGNORECASE
+    r"\b(?:not|never|no|but|except|without|neither|nor|instead|rather|than|least|most|under|over|above|below"
+    r"|between|up to|minimum|maximum)\b|n't\b",
+    re.IGNORECASE,
 )
+# after a number: it is a part of something larger
+_GOES_ON = re.compile(r"\s*(?:[-+*/^=<>!\\{]|\(\s*(?:or\b|and\b|[-+\d])|,?\s*(?:or|and|to)\b|,\s*\S?\d)")
 _SEPARATOR = re.compile(r"\s*(?:,\s*(?:and|or)\b|;|,(?!\d{3}(?!\d))|,(?=\s)|\b(?:and|or)\b)\s*")
 _MAX_DEPTH = 20  # braces inside each other
 _BRACKETS = {"(": ")]", "[": ")]", r"\{": (r"\}",)}
@@ -61,11 +67,11 @@ def read_statement(text: str) -> Value | None:
     if whole is not None and not isinstance(whole, Expression):
         return whole
     found = read_leading_number(normalise(text))
-    if found is None or re.match(r"\s*(?:[-+*/^=<>!\\({]|,?\s*(?:or|and|to)\b|,\s*\S?\d)", found[1]):
+    if found is None or _GOES_ON.match(found[1]):
         return whole
-    if re.match(r"[A-Za-z](?![A-Za-z])", found[1].strip()) and len(found[1].strip()) < 3:
-        return whole
-    return found[0]
+    rest = found[1].strip()
+    is_product = len(rest) < 3 and re.match(r"[A-Za-z](?![A-Za-z])", rest) is not None
+    return whole if is_product else found[0]
 
 
 def last_number(text: str) -> Number | None:
@@ -79,7 +85,7 @@ def _read(text: str) -> Value | None:
     if number is not None:
         return number
     if _LITERAL.fullmatch(text):
-        return Words(re.sub(r"[\s.]", "", re.sub(r"(?<!\d)0+(?=\d)", "", text)).casefold())
+        return Words(re.sub(r"[\s.{}]", "", re.sub(r"(?<!\d)0+(?=\d)", "", text)).casefold())
     if match := _ASSIGNMENT.fullmatch(text):
         value = _read(match[2].strip())
         return None if value is None else Assignment(match[1], value)
@@ -103,6 +109,8 @@ def _read_words(text: str) -> Words | None:
     bare = text.strip("()")
     if len(bare) == 1:
         return Words(bare)
+    if re.search(r"[^\W\d_]{2}", bare) is None:
+        return None  # p-q
     words = " ".join(bare.split())
     if words.split()[0].lower() in _FUNCTIONS or (len(words) == 2 and words.lower() != "no"):
         return None

@@ -42,6 +42,7 @@ class Expression:
 
 
 Value = Number | Words | Collection | Assignment | Expression
+_RELATION = re.compile(r"\s*(?:[<>]|\\(?:leq?|geq?|neq?|lt|gt)\b)")
 
 
 def is_same(gold: Value, answer: Value, tolerance: Fraction, same_expression: SameExpression) -> bool:
@@ -61,8 +62,16 @@ def is_same(gold: Value, answer: Value, tolerance: Fraction, same_expression: Sa
         return gold == answer
     if isinstance(gold, Collection) and isinstance(answer, Collection):
         return _is_same_collection(gold, answer, tolerance, same_expression)
+    sides = (gold, answer)
+    if any(isinstance(side, Number) for side in sides) and any(map(_is_many, sides)):
+        return False  # `5 or more` is not 5
     is_rounded = any(_has_decimals(side) for side in (gold, answer))
     return same_expression(as_latex(gold), as_latex(answer), tolerance if is_rounded else Fraction(0))
+
+
+def _is_many(value: Value) -> bool:
+    is_relation = isinstance(value, Expression) and _RELATION.match(value.latex) is not None
+    return is_relation or isinstance(value, Collection)
 
 
 def _has_decimals(value: Value) -> bool:
