@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.run_folder import make_run_folder
+from megagrpo.supervision.shared_memory import remove_orphans
 from megagrpo.supervision.signals import end_with_launcher
 from megagrpo.supervision.telling import note_for_launcher
 
@@ -113,6 +114,8 @@ def _run(options: argparse.Namespace) -> None:
             print_dry_run(config, num_ranks)
         return
     make_run_folder(Path(config.run.dir))
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        remove_orphans()
     from megagrpo.device import device
 
     rank_device = device.setup()  # before anything imports megatron.core

@@ -7,13 +7,12 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
+from megagrpo.supervision.shared_memory import PREFIX, SHARED_MEMORY, hold
 from megagrpo.wire.manifest import BucketManifest, TensorEntry, checksum_of
 
-SHARED_MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64  # bytes: a tensor's first one, for any dtype and for whole cache lines
 
 
@@ -54,9 +53,10 @@ def bucket_file(version: int, bucket: list[tuple[str, torch.Tensor]]) -> Iterato
             )
         )
         offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    handle, path = tempfile.mkstemp(prefix="megagrpo_bucket_", dir=SHARED_MEMORY)
+    handle, path = tempfile.mkstemp(prefix=f"{PREFIX}bucket_", dir=SHARED_MEMORY)
     try:
         with open(handle, "r+b") as file:
+            hold(handle)
             # full shared memory raises here, not as SIGBUS later
             os.posix_fallocate(file.fileno(), 0, max(offset, 1))
             with mmap.mmap(file.fileno(), 0) as mapped:
@@ -64,6 +64,6 @@ def bucket_file(version: int, bucket: list[tuple[str, torch.Tensor]]) -> Iterato
                     mapped[entry.offset : entry.offset + entry.nbytes] = (
                         tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                     )
-        yield BucketManifest(version, "shared_memory", {"path": path}, "full", tuple(entries))
+            yield BucketManifest(version, "shared_memory", {"path": path}, "full", tuple(entries))
     finally:
         os.unlink(path)

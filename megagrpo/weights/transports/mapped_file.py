@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-SHARED_MEMORY = Path("/dev/shm")
+from megagrpo.supervision.shared_memory import PREFIX, SHARED_MEMORY, hold
 
 
 def slot_path(token: str, version: int, replica: int, slot: int) -> Path:
     """Return the name of a slot in shared memory; no two runs, versions or replicas share one."""
-    return SHARED_MEMORY / f"megagrpo_{token}_v{version}_r{replica}_{slot}"
+    return SHARED_MEMORY / f"{PREFIX}{token}_v{version}_r{replica}_{slot}"
 
 
 class MappedFile:
@@ -29,6 +29,7 @@ class MappedFile:
         handle = os.open(path, flags, 0o600)
         try:
             if create:
+                hold(handle)
                 os.posix_fallocate(handle, 0, nbytes)
             self._mapped = mmap.mmap(handle, nbytes)
         except OSError as error:
