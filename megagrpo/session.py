@@ -1,6 +1,8 @@
 """Builds everything that a run needs, in order, from the configuration."""
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +56,10 @@ class Session:
     layout: ParallelLayout
     actor: Actor
     algorithm: Algorithm
+    reference: Reference | None
     updater: PolicyUpdater
     generator: RolloutGenerator
     publisher: Publisher
-    recovery: ReplicaRecovery | None  # of engines in processes of their own
-    sampler: PromptSampler
     pipeline: RolloutPipeline
     evaluation_prompts: list[tuple[EvaluationSetConfig, list[Prompt]]]
 
@@ -71,8 +72,15 @@ class Session:
         self.lock.release()
 
 
-def build_session(config: Config, device: torch.device) -> Session:
+def build_session(
+    config: Config,
+    device: torch.device,
+    engine_start: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Session:
     """Check the inputs, then build models, engine, reward workers and data. Collective over all ranks.
+
+    Args:
+        engine_start: what all ranks are in while they wait for an engine that is started anew.
 
     Raises:
         UserError: anything about the model, the data or the rewards that the user can mend; before the models
@@ -142,9 +150,10 @@ def build_session(config: Config, device: torch.device) -> Session:
         groups,
         replicas_of_ranks(config, groups.world_size),
         is_embedded=config.engine.name in EMBEDDED_ENGINES,
+        revive=lambda: isinstance(publisher, RecoveringPublisher) and publisher.revive(),
     )
-    publisher, recovery = _watch_replicas(
-        build_publisher(config, actor, builder, engine), config, engine, generator
+    publisher = _watch_replicas(
+        build_publisher(config, actor, builder, engine), config, engine, generator, engine_start
     )
     sampler = PromptSampler(source, config.run.seed)
     return Session(
@@ -155,30 +164,36 @@ def build_session(config: Config, device: torch.device) -> Session:
         layout=layout,
         actor=actor,
         algorithm=algorithm,
+        reference=reference,
         updater=updater,
         generator=generator,
         publisher=publisher,
-        recovery=recovery,
-        sampler=sampler,
         pipeline=RolloutPipeline(config, generator, sampler),
         evaluation_prompts=evaluation_prompts,
     )
 
 
 def _watch_replicas(
-    publisher: Publisher, config: Config, engine: Engine, generator: RolloutGenerator
-) -> tuple[Publisher, ReplicaRecovery | None]:
+    publisher: Publisher,
+    config: Config,
+    engine: Engine,
+    generator: RolloutGenerator,
+    engine_start: Callable[[], AbstractContextManager[None]],
+) -> Publisher:
     """Let engines in processes of their own be started anew where they are lost."""
     if not isinstance(engine, RemoteEngine):
-        return publisher, None
+        return publisher
     groups, num_replicas = generator.groups, config.engine.num_replicas
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     recovery = ReplicaRecovery(
-        engine, generator.replicas, owners, groups.rank, is_stopping=lambda: generator.is_given_up
+        engine,
+        generator.replicas,
+        owners,
+        groups.rank,
+        is_stopping=lambda: generator.is_given_up,
+        waiting=engine_start,
     )
-    recovering = RecoveringPublisher(publisher, recovery)
-    generator.revive = recovering.revive
-    return recovering, recovery
+    return RecoveringPublisher(publisher, recovery)
 
 
 def load_tokenizer(config: Config) -> Any:

@@ -132,7 +132,7 @@ def _supervise(config: "Config", rank_device: "torch.device") -> None:
     supervisor = Supervisor(Path(config.run.dir), config.watchdog, rank(), world_size())
     try:
         supervisor.start(open_board())
-        from megagrpo.trainer import run_training  # the imports belong to what is watched
+        from megagrpo.run import run_training  # the imports belong to what is watched
 
         run_training(config, rank_device, supervisor)
         supervisor.finish()

@@ -5,7 +5,7 @@ Shape legend, used everywhere: B sequences, S padded length, T packed tokens, G 
 V vocabulary, Vp = padded V / tp, L tokens of one completion.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -64,3 +64,11 @@ class Reward:
     outcome: str = "ok"  # "ok", or what went wrong: "timeout", "crash", "error", "memory", "unreachable"
     detail: str = ""  # the message behind an outcome that is not "ok"
     subparts: Mapping[str, float] = field(default_factory=dict)  # REWARD/PART, for the log alone
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a part of a run has to keep of the end of a step."""
+
+    state: Mapping[str, Any]  # JSON, the same on all ranks
+    files: Callable[[], Mapping[str, bytes]] = dict  # this rank's own, by name within the checkpoint

@@ -3,15 +3,14 @@ is due.
 """
 
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megagrpo.checkpoint import carried as carrying
 from megagrpo.checkpoint.agreement import SaveError
-from megagrpo.checkpoint.carried import Carried, RandomStates
 from megagrpo.checkpoint.checksummed_file import FileContents
 from megagrpo.checkpoint.commit import Contents
 from megagrpo.checkpoint.folder import Retention, step_of
@@ -28,53 +27,63 @@ from megagrpo.checkpoint.resume import (
     compare_environments,
 )
 from megagrpo.checkpoint.shards import ShardCollector, load_shards
-from megagrpo.checkpoint.state import STATE_FILE, TrainerState
+from megagrpo.checkpoint.state import STATE_FILE, Stateful, TrainerState
 from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
+from megagrpo.config.schema import Config
 from megagrpo.errors import UserError
 from megagrpo.models.hf_files import TOKENIZER_PATTERNS
 from megagrpo.models.megatron_files import copy_hf_files
-from megagrpo.session import Session
+from megagrpo.models.stage import StageModel
+from megagrpo.policy.actor import Actor
 from megagrpo.telemetry import names
 from megagrpo.telemetry.summary import package_versions
+from megagrpo.types import Snapshot
 
 
 class RunCheckpoints:
-    """Saves and restores a session and the trainer's state."""
+    """Saves and restores the weights, named parts of a run, and the trainer's state."""
 
-    def __init__(self, session: Session):
-        self.session, self.config = session, session.config
-        self.settings = self.config.checkpoint
-        self.hf_folder = hf_folder_of(self.config.model.path)
-        self.reference = session.updater.reference.model if session.updater.reference else None
-        saved_reference = self.reference if self.settings.save_reference else None
+    def __init__(
+        self,
+        config: Config,
+        *,
+        actor: Actor,
+        reference: StageModel | None,
+        parts: Mapping[str, Stateful],
+        tokenizer: Any,
+        tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        note: Callable[[str], None],
+    ):
+        """
+        Args:
+            config: of the run: what is saved, and compared with that of a checkpoint.
+            parts: whose states are kept beside the weights.
+            tensors: streams the full HF tensors, for exports. Collective.
+            note: told what the user should know, line by line.
+        """
+        self.config, self.actor, self.reference, self.parts = config, actor, reference, dict(parts)
+        self.settings, self.groups = config.checkpoint, actor.model.groups
+        self.hf_folder = hf_folder_of(config.model.path)
+        self._tensors, self._note = tensors, note
         retention = Retention(
             self.settings.keep_last,
             self.settings.keep_every,
             self.settings.keep_best,
             self.settings.best_mode,
         )
-        folder = Path(self.config.run.dir) / "checkpoints"
         self.manager = CheckpointManager(
-            folder, ShardCollector(session.actor, saved_reference), retention, self.settings.asynchronous
+            Path(config.run.dir) / "checkpoints",
+            ShardCollector(actor, reference if self.settings.save_reference else None),
+            retention,
+            self.settings.asynchronous,
         )
-        self.carried: dict[str, Carried] = {"random": RandomStates(session.groups.rank)}
-        self._model = describe_model(session.actor.model.hf)
-        self._tokenizer = describe_tokenizer(session.tokenizer)
+        self._model, self._tokenizer = describe_model(actor.model.hf), describe_tokenizer(tokenizer)
         # checksums of whole model files: taken once, when first needed
         self._reference_weights: Mapping | None = None
-        self._own_files: dict[str, bytes] = {}  # of this rank, as they were at the end of the step
+        self._captured: dict[str, Snapshot] = {}  # of the parts, as they were at the end of the step
         self._saved_step: int | None = None  # of the newest good checkpoint
         self._retry = False
-        self._notes: list[str] = []
-        self._note: Callable[[str], None] = self._notes.append
-
-    def report_to(self, note: Callable[[str], None]) -> None:
-        """Send what there is to tell to `note`, line by line; what came before it too."""
-        self._note = note
-        for line in self._notes:
-            note(line)
-        self._notes.clear()
 
     # ---- resume
 
@@ -125,17 +134,14 @@ class RunCheckpoints:
                     )
                 )
         has_reference = self.reference is not None and saved is not None and bool(saved.get("saved"))
-        load_shards(choice.path, self.session.actor, self.reference if has_reference else None)
-        carrying.unpack(choice.path, self.carried)
-        self.session.pipeline.restore(
-            state.prompt_position, state.rollout, choice.path, next_step=state.step + 1
-        )
-        if state.algorithm:
-            self.session.algorithm.load_state_dict(state.algorithm)
+        load_shards(choice.path, self.actor, self.reference if has_reference else None)
+        for name, part in self.parts.items():
+            if name in state.parts:
+                part.restore(state.parts[name], choice.path)
         for note in notes:
             self._note(note)
         self._saved_step = state.step
-        self.capture(state)
+        self.capture()
         return state
 
     # ---- save
@@ -146,16 +152,21 @@ class RunCheckpoints:
         periodic = bool(every) and (step % every == 0 or step == self.config.run.steps)
         return periodic or bool(hf_every and step % hf_every == 0) or self._retry
 
-    def capture(self, state: TrainerState) -> None:
-        """Complete `state` with the position of the session's parts, at the end of a step: it may be saved in
-        the midst of the next.
+    @property
+    def is_on(self) -> bool:
+        """Say whether the run saves checkpoints."""
+        return self.settings.every > 0
 
+    @property
+    def how_to_go_on(self) -> str:
+        """What the command that goes on from the newest checkpoint needs beside this run's."""
+        return "" if self.config.run.resume == "auto" else "with run.resume=auto "
+
+    def capture(self) -> None:
+        """Take the states of all parts, at the end of a step: it may be saved in the midst of the next.
         Rollouts in flight are part of it. Collective over all ranks.
         """
-        self._rollouts = self.session.pipeline.snapshot()
-        state.prompt_position, state.rollout = self._rollouts.prompt_position, self._rollouts.state
-        state.algorithm = self.session.algorithm.state_dict()
-        self._own_files = carrying.pack(self.carried, self.session.groups.rank)
+        self._captured = {name: part.snapshot() for name, part in self.parts.items()}
 
     def after_step(self, state: TrainerState, metrics: Mapping[str, float]) -> None:
         """Finish an earlier save where all ranks have written it, and start one where it is due. Collective
@@ -210,16 +221,18 @@ class RunCheckpoints:
             weight_version=state.weight_version,
             model=self._model,
             tokenizer=self._tokenizer,
-            layout=asdict(self.session.layout),
+            layout=asdict(self.groups.layout),
             versions=_environment(),
             files=(),
             reference=self._describe_reference(),
             score=metrics.get(f"{names.EVALUATION}{self.settings.best_metric}"),
         )
+        parts = {name: dict(snapshot.state) for name, snapshot in self._captured.items()}
+        own_files = [snapshot.files() for snapshot in self._captured.values()]
         contents = Contents(
             manifest,
-            {STATE_FILE: state.to_json(), CONFIG_FILE: dump_config(self.config)},
-            self._own_files | self._rollouts.files(),
+            {STATE_FILE: replace(state, parts=parts).to_json(), CONFIG_FILE: dump_config(self.config)},
+            {name: contents for files in own_files for name, contents in files.items()},
             *self._exports(state.step),
         )
         self._retry = False
@@ -231,14 +244,10 @@ class RunCheckpoints:
         """
         if not (self.settings.hf_every and step % self.settings.hf_every == 0):
             return dict, lambda folder: self._copy_hf_files(folder / "hf_files")
-        groups = self.session.groups
 
         def collect() -> Mapping[str, FileContents]:
             return collect_share(
-                self.session.publisher.exporter.tensors(),
-                self.manager.collector.staging,
-                groups.rank,
-                groups.world_size,
+                self._tensors(), self.manager.collector.staging, self.groups.rank, self.groups.world_size
             )
 
         def copy_files(folder: Path) -> None:

@@ -104,7 +104,6 @@ class ReplicaRecovery:
     first publish after it.
 
     Attributes:
-        waiting: what all ranks are in while they wait for a start, because nothing else is left.
         is_given_up: whether the run was to stop when they waited last; the same on all ranks.
     """
 
@@ -115,6 +114,7 @@ class ReplicaRecovery:
         owners: Sequence[int],
         rank: int,
         is_stopping: Callable[[], bool] = lambda: False,
+        waiting: Callable[[], AbstractContextManager] = nullcontext,
     ):
         """
         Args:
@@ -122,6 +122,7 @@ class ReplicaRecovery:
             owners: the rank that starts each replica.
             is_stopping: says whether this rank was told that the run is to stop; then nobody waits for a
                 start.
+            waiting: what all ranks are in while they wait for a start, because nothing else is left.
         """
         self.engine, self.states, self.owners, self.rank, self._is_stopping = (
             engine,
@@ -130,7 +131,7 @@ class ReplicaRecovery:
             rank,
             is_stopping,
         )
-        self.waiting: Callable[[], AbstractContextManager] = nullcontext
+        self._waiting = waiting
         self.is_given_up = False
         self.replica = states.replica_of_rank[rank]
         self._start: BackgroundWork[None] | None = None
@@ -146,7 +147,7 @@ class ReplicaRecovery:
         self._find_lost()
         usable, may_wait = self._look_at_starts()
         if may_wait:
-            with self.waiting():
+            with self._waiting():
                 while may_wait:
                     if self._start is not None:
                         self._start.wait(_POLL_SECONDS)

@@ -77,17 +77,18 @@ class RolloutGenerator:
         groups: ParallelGroups,
         replica_of_rank: Sequence[int],
         is_embedded: bool = True,
+        revive: Callable[[], bool] = lambda: False,
     ):
         """
         Args:
+            revive: starts lost replicas anew when none is left, says if any is then. Collective.
             replica_of_rank: the engine replica that each rank generates through.
             is_embedded: the engine is part of the rank: where it fails, another rank's would too. Otherwise
                 other replicas take over.
         """
         self.engine, self.rewards, self.groups, self.is_embedded = engine, rewards, groups, is_embedded
         self.replicas = ReplicaStates(replica_of_rank)
-        # starts lost replicas anew when none is left, says if any is. Collective
-        self.revive: Callable[[], bool] = lambda: False
+        self.revive = revive
         self._is_closing = False  # shares that run in threads end early
         self.is_given_up = False  # those that the main thread waits for do
         self._is_waited_for = False

@@ -7,7 +7,7 @@ one_step_off    generate 1 | train 1      | publish | train 2      | publish | .
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,7 @@ from megagrpo.rollout.generation import PendingRollouts, RolloutFailedError, Rol
 from megagrpo.rollout.prompts import PromptSampler
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.rollout.shares import ScoredCompletions
-from megagrpo.types import Prompt, SamplingParams
-
-
-@dataclass(frozen=True)
-class RolloutSnapshot:
-    """What a checkpoint keeps of the rollouts."""
-
-    prompt_position: int  # prompts drawn for the steps that are trained, and for those in flight
-    state: dict[str, Any]  # JSON, the same on all ranks
-    rank: int
-    share: ScoredCompletions | None = None  # this rank's, of the rollouts in flight
-
-    def files(self) -> dict[str, bytes]:
-        """Return this rank's files, by name."""
-        return (
-            {} if self.share is None else {in_flight.file_name(self.rank): in_flight.pack_share(self.share)}
-        )
+from megagrpo.types import Prompt, SamplingParams, Snapshot
 
 
 class RolloutPipeline:
@@ -53,6 +37,7 @@ class RolloutPipeline:
         self._ahead = config.rollout.off_policy == "one_step_off"
         self._pending: PendingRollouts | None = None
         self._position = sampler.state()  # before the prompts of the first step that is not collected
+        self._next_step = 1
 
     def collect(self, step: int, weight_version: int) -> tuple[StepRollouts, SamplingCounts]:
         """Return the groups that train in `step`, and what it took to find them; begin with those of the next
@@ -84,7 +69,7 @@ class RolloutPipeline:
             generate, rollout.prompts_per_step, self.config.algorithm.dynamic_sampling
         )
         self._check_ages(step, rollouts, weight_version)
-        self._position = self.sampler.state()
+        self._position, self._next_step = self.sampler.state(), step + 1
         if self._ahead and step < self.config.run.steps:
             self._pending = self.generator.start(
                 self._request(step + 1, self.sampler.next(rollout.prompts_per_step))
@@ -123,47 +108,53 @@ class RolloutPipeline:
 
     # ---- checkpoints
 
-    def snapshot(self) -> RolloutSnapshot:
-        """Wait for the rollouts in flight and return what a checkpoint keeps. Collective over all ranks.
+    def snapshot(self) -> Snapshot:
+        """Wait for the rollouts in flight and return what a checkpoint keeps: the lengths of completions, the
+        next step, prompts drawn before it, and the rollouts of it that are in flight. Collective over all
+        ranks.
 
-        Where they failed on any rank they are left out, and the position is the one before their prompts:
-        none is lost or comes twice.
+        Where they failed on any rank they are left out: their prompts are drawn again.
         """
-        rank, state = self.generator.groups.rank, {"lengths": self.lengths.state(), "in_flight": None}
+        state: dict[str, Any] = {
+            "next_step": self._next_step,
+            "prompt_position": self._position,
+            "lengths": self.lengths.state(),
+            "in_flight": None,
+        }
         share = None if self._pending is None else self._pending.outcome()
         is_whole = isinstance(share, ScoredCompletions) and share.failure is None
         if all_reduce_flag(not is_whole) or self._pending is None or not isinstance(share, ScoredCompletions):
-            return RolloutSnapshot(self._position, state, rank)
+            return Snapshot(state)
+        groups = self.generator.groups
         state["in_flight"] = {
             "request": _describe(self._pending.request),
             "prompt_ids": [prompt.id for prompt in self._pending.request.prompts],
-            "prompt_position": self._position,
-            "num_files": self.generator.groups.world_size,
+            "prompts_drawn": self.sampler.state(),
+            "num_files": groups.world_size,
         }
-        return RolloutSnapshot(self.sampler.state(), state, rank, share)
+        return Snapshot(state, lambda: {in_flight.file_name(groups.rank): in_flight.pack_share(share)})
 
-    def restore(self, prompt_position: int, state: Mapping[str, Any], folder: Path, next_step: int) -> None:
+    def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         """Go on from a snapshot whose files lie in `folder`; any number of ranks may.
 
         Rollouts in flight are taken up where this run would have asked for the same; otherwise (another mode
         or other sampling settings) their prompts are drawn again.
         """
-        self.skip_to(prompt_position)
+        self.skip_to(state["prompt_position"])
+        self._next_step = state["next_step"]
         self.lengths.load_state(state["lengths"])
         saved = state["in_flight"]
         if saved is None:
             return
         prompt_ids, groups = saved["prompt_ids"], self.generator.groups
-        wanted = (_describe(self._request(next_step, [])), self.config.rollout.prompts_per_step)
+        wanted = (_describe(self._request(self._next_step, [])), self.config.rollout.prompts_per_step)
         if not self._ahead or wanted != (saved["request"], len(prompt_ids)):
-            self.skip_to(saved["prompt_position"])
             return
-        request = self._request(
-            next_step, [self.sampler.source.with_id(prompt_id) for prompt_id in prompt_ids]
-        )
-        self._position = saved["prompt_position"]
+        prompts = [self.sampler.source.with_id(prompt_id) for prompt_id in prompt_ids]
+        self.sampler.load_state(saved["prompts_drawn"])
         self._pending = PendingRollouts(
-            request, in_flight.read_shares(folder, saved["num_files"], groups.rank, groups.world_size)
+            self._request(self._next_step, prompts),
+            in_flight.read_shares(folder, saved["num_files"], groups.rank, groups.world_size),
         )
 
     # ---- requests

@@ -53,6 +53,13 @@ class StepRollouts:
         )
         return self.matrix({key: read(record) for key, record in self.records.items()}, dtype=dtype)
 
+    def samples(self) -> list[tuple[Prompt, Completion, Reward]]:
+        """Return the completions that this rank generated, with their prompts and rewards."""
+        return [
+            (self.prompts[key[0]], completion, self.records[key].reward)
+            for key, completion in self.local.items()
+        ]
+
     @property
     def cut_by_length(self) -> torch.Tensor:
         """Whether the length limit ended the completion, bool [N, G]."""

@@ -41,9 +41,8 @@ class Supervisor:
         self.step: int | None = None  # that runs now
         # asked to save and leave, this rank or another: the signal's name, or why
         self.stop_reason: str | None = None
-        # called again and again from then on, by the watching thread. Whoever trains takes it over; until
-        # then there is nothing to save
-        self.while_stopping: Callable[[], None] = self._leave_before_training
+        # called again and again from then on, by the watching thread
+        self._while_stopping: Callable[[], None] = self._leave_before_training
         self.budgets = PhaseBudgets(watchdog)
         # innermost last, each with its start
         self._phases: list[tuple[str, float]] = [(BETWEEN, time.monotonic())]
@@ -67,6 +66,12 @@ class Supervisor:
             yield
         finally:
             self.leave(name, time.monotonic() - started)
+
+    def training_begins(self, while_stopping: Callable[[], None]) -> None:
+        """From now on there is something to save: a stop no longer leaves at once. `while_stopping` is called
+        again and again until the loop has come to its end.
+        """
+        self._while_stopping = while_stopping
 
     def enter(self, name: str) -> None:
         """A phase starts; it may be inside another, whose clock stands still meanwhile."""
@@ -177,7 +182,7 @@ class Supervisor:
             except RuntimeError:  # the store does not answer
                 self._look_for_the_launcher()
             if self.stop_reason is not None:
-                self.while_stopping()
+                self._while_stopping()
 
     def _look_for_the_launcher(self) -> None:
         """Without its launcher the run is nobody's any more, and the store is gone: save and stop."""

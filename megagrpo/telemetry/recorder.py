@@ -14,34 +14,74 @@ from megagrpo.telemetry.summary import build_summary, save_summary
 from megagrpo.telemetry.writers import open_writers, read_rows
 from megagrpo.types import Completion, Prompt, Reward
 
+Samples = Sequence[tuple[Prompt, Completion, Reward]]
 
-class Recorder:
-    """Progress line, metric writers, completion samples and the final summary of a run folder."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        num_steps: int,
-        config: TelemetryConfig,
-        last_step: int | None,
-        last_row: Mapping[str, float] | None = None,
-    ):
-        """
+class NullRecorder:
+    """The recorder of every rank but the first: takes everything and keeps nothing."""
+
+    def open(self, last_step: int | None, last_row: Mapping[str, float] | None = None) -> None:
+        """Begin to record.
+
         Args:
             last_step: the newest step that is recorded already; rows of later steps are dropped. None for a
                 new run: what an earlier one has recorded in the folder is moved aside.
             last_row: metrics of that step, recorded again where its row was lost.
         """
-        self._run_dir, self._config = run_dir, config
+
+    def note(self, text: str) -> None:
+        """Print and log one line that belongs to no step; before `open` it waits."""
+
+    def phase(self, name: str) -> None:
+        """Show which phase runs now."""
+
+    def roll_back(self, step: int | None, cause: str, prompts: Sequence[Prompt]) -> None:
+        """Add a line to `roll_backs.jsonl`: the step that was given up, why, and its prompts."""
+
+    def rewind(self, last_step: int) -> None:
+        """Drop the rows after `last_step`: the run goes on from there again."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step's metrics everywhere. Storage that fails is reported and tried again with the
+        next step; the run goes on.
+        """
+
+    def completions(self, step: int, samples: Callable[[], Samples]) -> None:
+        """Keep a few of the step's completions, where they are due."""
+
+    def finish(self, wall_seconds: float, peak_rss_bytes: Sequence[int]) -> None:
+        """Write `summary.json`, say where the results are, close everything."""
+
+
+class Recorder(NullRecorder):
+    """Progress line, metric writers, completion samples and the final summary of a run folder."""
+
+    def __init__(self, run_dir: Path, num_steps: int, config: TelemetryConfig, run_config: str):
+        """`run_config`: the resolved configuration of the run, for `config.yaml`."""
+        self._run_config = run_config
+        self._run_dir, self._num_steps, self._config = run_dir, num_steps, config
         self._failing: set[str] = set()  # what could not be written the last time
-        moved_to = set_aside_earlier_run(run_dir) if last_step is None else None
-        self._progress = Progress(run_dir, num_steps)
+        self._waiting: list[str] = []  # notes from before `open`
+        self._progress: Progress | None = None
+
+    def open(self, last_step: int | None, last_row: Mapping[str, float] | None = None) -> None:
+        """See NullRecorder."""
+        moved_to = set_aside_earlier_run(self._run_dir) if last_step is None else None
+        self._progress = Progress(self._run_dir, self._num_steps)
         self._open(last_step)
+        self._patiently(
+            "config.yaml", partial((self._run_dir / "config.yaml").write_text, self._run_config, "utf-8")
+        )
+        if last_step is None:
+            self.note(f"run folder {self._run_dir}")
         if moved_to is not None:
-            self.note(
+            self._waiting.append(
                 f"an earlier run without a checkpoint to go on from has left records; now in {moved_to}"
             )
-        path = run_dir / METRICS
+        for text in self._waiting:
+            self._progress.note(text)
+        self._waiting.clear()
+        path = self._run_dir / METRICS
         is_lost = path.exists() and all(row["step"] != last_step for row in read_rows(path))
         if last_step is not None and last_row and is_lost:
             self._patiently("jsonl", partial(self._writers["jsonl"].write, last_step, last_row))
@@ -50,21 +90,25 @@ class Recorder:
         self._writers = open_writers(self._config.writers, self._run_dir, last_step)
 
     def rewind(self, last_step: int) -> None:
-        """Drop the rows after `last_step`: the run goes on from there again."""
+        """See NullRecorder."""
         for name, writer in self._writers.items():
             self._patiently(name, writer.close)
         self._open(last_step)
 
     def note(self, text: str) -> None:
-        """Print and log one line that belongs to no step."""
-        self._progress.note(text)
+        """See NullRecorder."""
+        if self._progress is None:
+            self._waiting.append(text)
+        else:
+            self._progress.note(text)
 
     def phase(self, name: str) -> None:
-        """Show which phase runs now."""
-        self._progress.phase(name)
+        """See NullRecorder."""
+        if self._progress is not None:
+            self._progress.phase(name)
 
-    def roll_back(self, step: int, cause: str, prompts: Sequence[Prompt]) -> None:
-        """Add a line to `roll_backs.jsonl`: the step that was given up, why, and its prompts."""
+    def roll_back(self, step: int | None, cause: str, prompts: Sequence[Prompt]) -> None:
+        """See NullRecorder."""
         line = {
             "step": step,
             "cause": cause,
@@ -76,19 +120,17 @@ class Recorder:
             self.note(f"warning: {file.path}: {file.error}: {line}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step's metrics everywhere. Storage that fails is reported and tried again with the
-        next step; the run goes on.
-        """
+        """See NullRecorder."""
         for name, writer in self._writers.items():
             self._patiently(name, partial(writer.write, step, metrics))
+        assert self._progress is not None, "open it first"
         self._progress.step(step, metrics)
 
-    def completions(self, step: int, samples: Sequence[tuple[Prompt, Completion, Reward]]) -> None:
-        """Keep a few of the step's completions."""
-        self._patiently(
-            "completions",
-            lambda: write_completions(self._run_dir, step, samples, self._config.completions_count),
-        )
+    def completions(self, step: int, samples: Callable[[], Samples]) -> None:
+        """See NullRecorder."""
+        every, count = self._config.completions_every, self._config.completions_count
+        if step == self._num_steps or (every and step % every == 0):
+            self._patiently("completions", lambda: write_completions(self._run_dir, step, samples(), count))
 
     def _patiently(self, what: str, write: Callable[[], object]) -> None:
         try:
@@ -103,7 +145,7 @@ class Recorder:
             self.note(f"{what} can be written again")
 
     def finish(self, wall_seconds: float, peak_rss_bytes: Sequence[int]) -> None:
-        """Write `summary.json`, say where the results are, close everything."""
+        """See NullRecorder."""
         for name, writer in self._writers.items():
             self._patiently(name, writer.close)
         rows = read_rows(self._run_dir / METRICS)
@@ -111,4 +153,5 @@ class Recorder:
             self._run_dir, build_summary(rows, wall_seconds=wall_seconds, peak_rss_bytes=peak_rss_bytes)
         )
         self.note(f"done: results in {self._run_dir}, summary in {path}")
+        assert self._progress is not None
         self._progress.close()

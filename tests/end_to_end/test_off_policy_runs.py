@@ -79,7 +79,9 @@ def test_rollouts_in_flight_are_taken_up_by_another_number_of_ranks(runs, run_al
         (tmp_path / "alone" / "checkpoints" / "step_000003" / "trainer_state.json").read_text()
     )
     # steps 1 to 3, and 4 in flight
-    assert state["prompt_position"] == 8 * 4 and state["rollout"]["in_flight"]["num_files"] == 2
+    rollout = state["parts"]["rollout"]
+    assert (rollout["prompt_position"], rollout["next_step"]) == (8 * 3, 4)
+    assert (rollout["in_flight"]["prompts_drawn"], rollout["in_flight"]["num_files"]) == (8 * 4, 2)
     run_all(1, {"alone": [*ONE_STEP_OFF, "run.steps=4", "parallel.tp=1"]}, root=tmp_path)
     resumed, whole = rows_of(tmp_path / "alone")[4], rows_of(runs["off"])[4]
     for name in (

@@ -55,7 +55,8 @@ def test_a_roll_back_goes_to_the_newest_checkpoint_and_on_with_other_prompts(bro
     state = json.loads((folder / "checkpoints" / "step_000008" / "trainer_state.json").read_text())
     # Steps 1 to 6 drew 8 prompts each, and steps 5 to 8 after the roll-back drew others. Two more updates of
     # weights were published: the fifth step's, given up, and the restored ones.
-    assert (state["prompt_position"], state["roll_backs"], state["weight_version"]) == (8 * 10, 1, 10)
+    position = state["parts"]["rollout"]["prompt_position"]
+    assert (position, state["roll_backs"], state["weight_version"]) == (8 * 10, 1, 10)
 
 
 def test_roll_backs_are_bounded(tmp_path):

@@ -47,12 +47,12 @@ FUNCTIONS = {
     "port": "megagrpo.engines.server.process:free_port",
     "load_weights": "megagrpo.engines.embedded.transformers:TransformersEngine.load",
     "commit_weights": "megagrpo.engines.embedded.transformers:TransformersEngine.commit_update",
-    "build": "megagrpo.trainer:build_session",
+    "build": "megagrpo.run:build_session",
     "groups": "megagrpo.session:build_groups",
     "load_checkpoint": "megagrpo.checkpoint.run_checkpoints:load_shards",
     "write_row": "megagrpo.telemetry.writers:JsonlWriter.write",
     "append": "megagrpo.telemetry.patient_file:append",
-    "export": "megagrpo.trainer:write_hf_folder",
+    "export": "megagrpo.run:write_hf_folder",
 }
 
 

@@ -27,8 +27,8 @@ DEVICE = device_module.setup()
 import inject  # noqa: E402
 
 import megagrpo.device.launch  # noqa: E402
+import megagrpo.run  # noqa: E402
 import megagrpo.train  # noqa: E402
-import megagrpo.trainer  # noqa: E402
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ from megagrpo.engines.embedded.transformers import TransformersEngine  # noqa: E
 from megagrpo.policy.actor import Actor  # noqa: E402
 from megagrpo.rewards.pool import RewardPool  # noqa: E402
 from megagrpo.rollout.generation import RolloutGenerator  # noqa: E402
-from megagrpo.trainer import Trainer, run_training  # noqa: E402
+from megagrpo.run import run_training  # noqa: E402
+from megagrpo.trainer import Trainer  # noqa: E402
 
 POINT, STEP = sys.argv[2], int(sys.argv[3])
 # only the first rank publishes a checkpoint

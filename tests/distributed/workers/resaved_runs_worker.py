@@ -13,18 +13,29 @@ DEVICE = device_module.setup()
 
 import torch.distributed as dist  # noqa: E402
 
-from megagrpo.checkpoint.run_checkpoints import RunCheckpoints  # noqa: E402
 from megagrpo.config.load import load_config  # noqa: E402
 from megagrpo.parallel.groups import destroy_groups  # noqa: E402
+from megagrpo.run import build_checkpoints, build_gate, run_training  # noqa: E402
 from megagrpo.session import build_session  # noqa: E402
-from megagrpo.trainer import run_training  # noqa: E402
+from megagrpo.telemetry.recorder import NullRecorder  # noqa: E402
+
+
+class Notes(NullRecorder):
+    """Keeps the notes."""
+
+    def __init__(self):
+        self.lines = []
+
+    def note(self, text):
+        self.lines.append(text)
 
 
 def save_again(config) -> None:
     """Replace the newest checkpoint by what this layout makes of it."""
     session = build_session(config, DEVICE)
     try:
-        checkpoints = RunCheckpoints(session)
+        notes = Notes()
+        checkpoints = build_checkpoints(config, session, build_gate(config, notes), notes)
         state = checkpoints.resume()
         path = Path(config.run.dir) / "checkpoints" / f"step_{state.step:06d}"
         dist.barrier()
@@ -32,7 +43,7 @@ def save_again(config) -> None:
             shutil.move(path, Path(config.run.dir) / "first")
         dist.barrier()
         checkpoints._saved_step = None
-        assert checkpoints.save_now(state) and path.is_dir(), checkpoints._notes
+        assert checkpoints.save_now(state) and path.is_dir(), notes.lines
     finally:
         session.close()
     destroy_groups()

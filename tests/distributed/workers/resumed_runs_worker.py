@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from megagrpo.config.load import load_config  # noqa: E402
 from megagrpo.errors import UserError  # noqa: E402
 from megagrpo.parallel.groups import all_gather_metadata, destroy_groups  # noqa: E402
-from megagrpo.trainer import run_training  # noqa: E402
+from megagrpo.run import run_training  # noqa: E402
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from megagrpo.device import device as device_module
 DEVICE = device_module.setup()
 
 from megagrpo.config.load import load_config  # noqa: E402
-from megagrpo.trainer import run_training  # noqa: E402
+from megagrpo.run import run_training  # noqa: E402
 
 
 def main() -> None:

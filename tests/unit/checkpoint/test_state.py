@@ -10,7 +10,7 @@ from megagrpo.errors import UserError
 
 
 def test_what_is_written_comes_back(tmp_path):
-    state = TrainerState(step=3, updates=6, spikes={"loss": [0.5]}, unrecorded={"a": float("nan")})
+    state = TrainerState(step=3, updates=6, parts={"gate": {"loss": [0.5]}}, unrecorded={"a": float("nan")})
     (tmp_path / STATE_FILE).write_text(state.to_json())
     assert str(TrainerState.load(tmp_path)) == str(state)
 
@@ -21,8 +21,8 @@ def test_what_is_written_comes_back(tmp_path):
         ({"step": "three"}, "step"),
         ({"step": -1}, "step"),
         ({"weight_version": 1.5}, "weight_version"),
-        ({"spikes": {"loss": "none"}}, "spikes.loss"),
-        ({"rollout": []}, "rollout"),
+        ({"row": {"loss": "none"}}, "row.loss"),
+        ({"parts": []}, "parts"),
         (None, ""),
     ],
 )

@@ -143,7 +143,7 @@ def test_dry_run_builds_no_model_and_no_process_group(run_file):
         if line.startswith("import time:")
     }
     assert "yaml" in imported
-    assert not {"megatron", "megatron.core", "transformers", "megagrpo.trainer"} & imported
+    assert not {"megatron", "megatron.core", "transformers", "megagrpo.trainer", "megagrpo.run"} & imported
 
 
 def test_a_loss_without_a_ratio_does_not_correct_for_older_weights(run_file):

@@ -14,6 +14,7 @@ from megagrpo.engines.server.sglang import SglangEngine
 from megagrpo.errors import StopRequested
 from megagrpo.rollout import generation
 from megagrpo.rollout.generation import RolloutGenerator, RolloutRequest
+from megagrpo.rollout.in_flight import read_shares
 from megagrpo.types import Prompt, SamplingParams
 
 ONE_STEP_OFF = "rollout.off_policy=one_step_off"
@@ -122,7 +123,7 @@ def test_scores_are_not_waited_for(one_rank, engine):
         generator.generate(request())
 
 
-def test_the_step_that_is_generated_ahead_goes_on_to_its_end(build_pipeline, engine):
+def test_the_step_that_is_generated_ahead_goes_on_to_its_end(build_pipeline, engine, tmp_path):
     """The weights it is sampled under are overwritten by the step that a late stop still finishes: the
     resumed run needs all of it.
     """
@@ -133,7 +134,10 @@ def test_the_step_that_is_generated_ahead_goes_on_to_its_end(build_pipeline, eng
     pipeline.generator.give_up()
     assert not engine.aborted
     may_go_on.set()
-    assert len(pipeline.snapshot().share.completions) == 6
+    for name, contents in pipeline.snapshot().files().items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(contents)
+    assert len(read_shares(tmp_path, 1, 0, 1).completions) == 6
     with pytest.raises(StopRequested):
         pipeline.collect(2, 0)  # all of it is there, and not trained on any more
 

@@ -45,7 +45,7 @@ def restored(pipeline, snapshot, folder, next_step):
     for name, contents in snapshot.files().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(contents)
-    pipeline.restore(snapshot.prompt_position, json.loads(json.dumps(snapshot.state)), folder, next_step)
+    pipeline.restore(json.loads(json.dumps(snapshot.state)) | {"next_step": next_step}, folder)
     return pipeline
 
 
@@ -105,10 +105,11 @@ def test_rollouts_that_failed_are_not_saved_and_their_prompts_not_lost(build_pip
     pipeline = build_pipeline(ONE_STEP_OFF)
     pipeline.collect(1, 0)
     snapshot = pipeline.snapshot()
-    assert snapshot.prompt_position == 3 and snapshot.files() == {} and snapshot.state["in_flight"] is None
+    assert (snapshot.state["prompt_position"], snapshot.state["in_flight"]) == (3, None)
+    assert snapshot.files() == {}
     with pytest.raises(RolloutFailedError, match="rank 0: RuntimeError: the engine is gone"):
         pipeline.collect(2, 1)
-    assert pipeline.snapshot().prompt_position == 3  # and after the failure too
+    assert pipeline.snapshot().state["prompt_position"] == 3  # and after the failure too
 
 
 def test_a_synchronous_failure_leaves_the_position_before_its_prompts(build_pipeline, engine):
@@ -117,7 +118,7 @@ def test_a_synchronous_failure_leaves_the_position_before_its_prompts(build_pipe
     engine.before = lambda prompt: 1 / 0
     with pytest.raises(RolloutFailedError, match="ZeroDivisionError"):
         pipeline.collect(3, 2)
-    assert pipeline.snapshot().prompt_position == 6
+    assert pipeline.snapshot().state["prompt_position"] == 6
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_saved_rollouts_that_this_run_would_not_ask_for_are_drawn_again(
     first = build_pipeline(ONE_STEP_OFF)
     first.collect(1, 0)
     snapshot = first.snapshot()
-    assert snapshot.prompt_position == 6
+    assert (snapshot.state["prompt_position"], snapshot.state["in_flight"]["prompts_drawn"]) == (3, 6)
     engine.version, engine.asked = 1, []
     second = restored(build_pipeline(ONE_STEP_OFF, change), snapshot, tmp_path, next_step=2)
     rollouts, _ = second.collect(2, 1)

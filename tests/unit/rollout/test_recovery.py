@@ -199,7 +199,7 @@ def test_nobody_waits_for_a_start_once_the_run_is_to_stop(ranks):
         waiting.append("out")
 
     for part in parts:
-        part.waiting = wait
+        part._waiting = wait
     publishers = [RecoveringPublisher(Publishes(engines, ranks), part) for part in parts]
     assert [type(error) for error in ranks.run(lambda rank: publishers[rank].revive())] == [
         StopRequested

@@ -67,7 +67,9 @@ def test_a_clock_that_was_set_back_leaves_the_files_of_events_in_order(tmp_path,
 
 
 def recorder_of(folder, last_step, last_row=None):
-    return Recorder(folder, 9, TelemetryConfig(writers=("jsonl",)), last_step, last_row)
+    recorder = Recorder(folder, 9, TelemetryConfig(writers=("jsonl",)), "run: {}\n")
+    recorder.open(last_step, last_row)
+    return recorder
 
 
 def test_a_row_that_a_crash_tore_is_written_again_from_the_checkpoint(tmp_path):
@@ -313,7 +315,8 @@ class Other:
 def test_a_writer_of_the_users_gets_every_step(tmp_path):
     (tmp_path / "writers.py").write_text(OWN_WRITER)
     config = TelemetryConfig(writers=("jsonl", f"{tmp_path}/writers.py:Mine"))
-    recorder = Recorder(tmp_path / "run", 2, config, None)
+    recorder = Recorder(tmp_path / "run", 2, config, "")
+    recorder.open(None)
     for step in (1, 2):
         recorder.step(step, {"reward/mean": step / 2})
     recorder.finish(1.0, [1])

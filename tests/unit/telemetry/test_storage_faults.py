@@ -55,7 +55,8 @@ def test_a_folder_that_comes_back_gets_what_waited(tmp_path):
 
 
 def test_a_run_records_every_step_though_the_disk_was_full_for_a_while(tmp_path, full_disk, capsys):
-    recorder = Recorder(tmp_path, 4, TelemetryConfig(), None)
+    recorder = Recorder(tmp_path, 4, TelemetryConfig(), "")
+    recorder.open(None)
     recorder.step(1, {"loss": 1.0})
     full_disk(5)
     recorder.step(2, {"loss": 2.0})
@@ -80,7 +81,8 @@ def test_a_run_records_every_step_though_the_disk_was_full_for_a_while(tmp_path,
 
 
 def test_rewinding_drops_later_rows(tmp_path):
-    recorder = Recorder(tmp_path, 9, TelemetryConfig(writers=("jsonl",)), None)
+    recorder = Recorder(tmp_path, 9, TelemetryConfig(writers=("jsonl",)), "")
+    recorder.open(None)
     for step in (1, 2, 3):
         recorder.step(step, {"loss": 0.0})
     recorder.rewind(1)

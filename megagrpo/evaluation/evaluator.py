@@ -1,0 +1,41 @@
+"""The held-out evaluation of a run: which sets, and when."""
+
+from collections.abc import Sequence
+
+from megagrpo.config.schema import EvaluationSetConfig, RolloutConfig
+from megagrpo.evaluation.evaluate import evaluate_set
+from megagrpo.rollout.generation import RolloutGenerator
+from megagrpo.types import Prompt
+
+HeldOutSets = Sequence[tuple[EvaluationSetConfig, Sequence[Prompt]]]
+
+
+class Evaluator:
+    """Evaluates all held-out sets of a run."""
+
+    def __init__(
+        self,
+        generator: RolloutGenerator,
+        sets: HeldOutSets,
+        rollout: RolloutConfig,
+        seed: int,
+        every: int,
+        num_steps: int,
+    ):
+        """
+        Args:
+            every: steps between evaluations; 0: before the first step and after the last one alone.
+        """
+        self._generator, self._sets, self._rollout, self._seed = generator, sets, rollout, seed
+        self._every, self._num_steps = every, num_steps
+
+    def is_due(self, step: int) -> bool:
+        """Say whether the sets are evaluated after `step`."""
+        return step == self._num_steps or bool(self._every and step % self._every == 0)
+
+    def run(self) -> dict[str, float]:
+        """Return the metrics of all sets. Collective over all ranks."""
+        metrics: dict[str, float] = {}
+        for config, prompts in self._sets:
+            metrics |= evaluate_set(self._generator, config, prompts, self._rollout, self._seed)
+        return metrics

@@ -1,0 +1,140 @@
+"""Runs a configuration on this rank: builds the parts, wires the loop, and takes everything down again."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megagrpo.checkpoint.carried import RandomStates
+from megagrpo.checkpoint.run_checkpoints import RunCheckpoints
+from megagrpo.checkpoint.state import Stateful, StateOfNumbers, StateOfRanks
+from megagrpo.config.load import dump_config
+from megagrpo.config.model_folder import hf_folder_of
+from megagrpo.config.schema import Config
+from megagrpo.engines.base import asleep
+from megagrpo.errors import UserError
+from megagrpo.evaluation.evaluator import Evaluator
+from megagrpo.models.hf_files import write_hf_folder
+from megagrpo.parallel.groups import destroy_groups
+from megagrpo.policy.logprob_gap import LogprobGapGate, warning_bound
+from megagrpo.policy.schedule import learning_rate
+from megagrpo.policy.update_gate import UpdateGate
+from megagrpo.session import Session, build_session
+from megagrpo.supervision.supervisor import Supervisor
+from megagrpo.telemetry.clock import RunClock
+from megagrpo.telemetry.recorder import NullRecorder, Recorder
+from megagrpo.telemetry.timers import PhaseTimers
+from megagrpo.trainer import Trainer
+from megagrpo.weights.export import WeightExporter
+
+
+def run_training(config: Config, device: torch.device, supervisor: Supervisor | None = None) -> None:
+    """Run a configuration from start (or its newest checkpoint) to end on this rank's `device`. Collective
+    over all ranks.
+
+    Args:
+        supervisor: told where the rank is; None: nobody watches.
+    """
+    clock, run_dir = RunClock(), Path(config.run.dir)
+    supervisor = supervisor or Supervisor(run_dir, config.watchdog)
+    is_first = os.environ.get("RANK", "0") == "0"
+    recorder = (
+        Recorder(run_dir, config.run.steps, config.telemetry, dump_config(config))
+        if is_first
+        else NullRecorder()
+    )
+    timers = PhaseTimers(on_enter=[supervisor.enter, recorder.phase], on_leave=[supervisor.leave])
+    with supervisor.phase("start"):
+        session = build_session(config, device, engine_start=partial(timers.phase, "engine_start"))
+    try:
+        supervisor.training_begins(while_stopping=session.generator.give_up)
+        gate = build_gate(config, recorder)
+        Trainer(
+            num_steps=config.run.steps,
+            pipeline=session.pipeline,
+            updater=session.updater,
+            gate=gate,
+            learning_rate=partial(learning_rate, config.optimizer, total_updates=config.total_updates),
+            publisher=session.publisher,
+            evaluator=Evaluator(
+                session.generator,
+                session.evaluation_prompts,
+                config.rollout,
+                config.run.seed,
+                config.evaluation.every,
+                config.run.steps,
+            ),
+            checkpoints=build_checkpoints(config, session, gate, recorder),
+            recorder=recorder,
+            timers=timers,
+            supervisor=supervisor,
+            clock=clock,
+            engine_rests=partial(asleep, session.generator.engine, config.engine.sleep_while_training),
+            export=partial(export_model, config, session.publisher.exporter, is_first),
+            max_roll_backs=config.spikes.max_roll_backs,
+        ).run()
+        destroy_groups()
+    except Exception as error:
+        # before the engines and workers are closed: the other ranks wait for the cause
+        supervisor.fail(error)
+        raise
+    finally:
+        session.close()
+
+
+def build_gate(config: Config, recorder: NullRecorder) -> UpdateGate:
+    """Return the run's gate, whose warnings are recorded."""
+    rollout = config.rollout
+    warn_above = warning_bound(
+        rollout.logprob_gap,
+        is_float32=config.precision.recipe == "fp32" and config.engine.quantization == "none",
+        is_narrowed=rollout.top_p < 1 or rollout.top_k > 0,
+    )
+    logprob_gap = LogprobGapGate(rollout.logprob_gap, warn_above, recorder.note)
+    return UpdateGate(config.spikes, logprob_gap, config.run.max_nonfinite_steps, recorder.note)
+
+
+def build_checkpoints(
+    config: Config, session: Session, gate: UpdateGate, recorder: NullRecorder
+) -> RunCheckpoints:
+    """Return the run's checkpoints, which keep the parts named here beside the weights and the counters."""
+    algorithm, spikes = session.algorithm, gate.spikes
+    parts: Mapping[str, Stateful] = {
+        "rollout": session.pipeline,
+        "algorithm": StateOfNumbers(algorithm.state_dict, algorithm.load_state_dict),
+        "gate": StateOfNumbers(spikes.state, spikes.load_state),
+        "random": StateOfRanks("random", RandomStates(session.groups.rank), session.groups.rank),
+    }
+    return RunCheckpoints(
+        config,
+        actor=session.actor,
+        reference=session.reference.model if session.reference else None,
+        parts=parts,
+        tokenizer=session.tokenizer,
+        tensors=session.publisher.exporter.tensors,
+        note=recorder.note,
+    )
+
+
+def export_model(config: Config, exporter: WeightExporter, is_first: bool) -> None:
+    """Write the weights as an HF folder, where the run is to. Collective over all ranks.
+
+    Raises:
+        UserError: on the first rank: it could not be written.
+    """
+    if not config.run.export_hf:
+        return
+    if not is_first:
+        for _ in exporter.tensors():  # takes part in the collectives; the first rank writes
+            pass
+        return
+    target = Path(config.run.dir) / "hf"
+    try:
+        write_hf_folder(exporter.tensors(), hf_folder_of(config.model.path), target)
+    except OSError as error:
+        raise UserError(
+            f"run.export_hf: {target}: {error.strerror or error}; the weights are in the newest checkpoint, "
+            "where there are checkpoints"
+        ) from error
