@@ -142,7 +142,8 @@ def _format_note(outcome: WriteOutcome) -> str:
             each.index.offset,
             each.index.index,
             each.size_in_bytes,
-            *astuple(each.storage_data)[:3],
+            each.storage_data.relative_path,
+            each.storage_data.offset,
         ]
         for each in outcome.results
     ]
