@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import comb
 from typing import Any
 
-from megagrpo.errors import UserError
+from megagrpo.errors import SharedUserError
 from megagrpo.registry import Registry, require_call
 
 Metric = Callable[[Sequence[Sequence[float]]], Mapping[str, float]]
@@ -24,7 +24,7 @@ EVALUATION_METRICS: Registry[Metric] = Registry("evaluation metric", _read_metri
 
 
 def measure_scores(names: Sequence[str], scores: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return what the metrics called `names` tell of the scores; UserError where a user's own fails."""
+    """Return what the metrics called `names` tell of the scores; SharedUserError where a user's own fails."""
     measured: dict[str, float] = {}
     for name in names:
         metric = EVALUATION_METRICS.find(name)
@@ -32,7 +32,9 @@ def measure_scores(names: Sequence[str], scores: Sequence[Sequence[float]]) -> d
             measured |= {str(key): float(value) for key, value in metric(scores).items()}
         except Exception as error:  # a user's code
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(f"evaluation metric {name}: must return numbers by name: {reason}") from error
+            raise SharedUserError(
+                f"evaluation metric {name}: must return numbers by name: {reason}"
+            ) from error
     return measured
 
 

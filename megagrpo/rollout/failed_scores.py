@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megagrpo.errors import UserError
+from megagrpo.errors import SharedUserError
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.types import Reward
 
@@ -33,9 +33,9 @@ class ScoreCounts:
         return f"{self.failed} of {self.total} completions could not be scored ({kinds}); first: {self.first}"
 
     def require_any(self, what: str) -> None:
-        """Raise UserError where nothing at all was scored: what a policy learns from it has no meaning."""
+        """Raise SharedUserError where nothing was scored: what a policy learns from it means nothing."""
         if self.total and self.failed == self.total:
-            raise UserError(f"scorer outage: {what}: {self.describe()}")
+            raise SharedUserError(f"scorer outage: {what}: {self.describe()}")
 
 
 def count_scores(rollouts: StepRollouts) -> ScoreCounts:
