@@ -14,6 +14,7 @@ from megagrpo.checkpoint.convert_command import convert as convert_checkpoint
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.launch import Launch
+from megagrpo.supervision.redaction import redact
 from megagrpo.supervision.run_folder import make_run_folder
 
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
@@ -31,7 +32,7 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(redact(str(error)), file=sys.stderr)
         sys.exit(exit_codes.USER_ERROR)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
+from megagrpo.supervision.redaction import redact
 from megagrpo.supervision.run_folder import make_run_folder
 from megagrpo.supervision.shared_memory import remove_orphans
 from megagrpo.supervision.signals import end_with_launcher
@@ -52,15 +53,14 @@ def tell(error: UserError) -> None:
     them have found; one that is still there after that met something that rank 0 did not, and prints it under
     its own name.
     """
+    text = redact(str(error))
     if rank() == 0:
-        note_for_launcher(str(error))
-        print(error, file=sys.stderr, flush=True)
+        note_for_launcher(text)
+        print(text, file=sys.stderr, flush=True)
         return
     time.sleep(GRACE_SECONDS)
-    note_for_launcher(str(error))
-    print(
-        "\n".join(f"rank {rank()}: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True
-    )
+    note_for_launcher(text)
+    print("\n".join(f"rank {rank()}: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

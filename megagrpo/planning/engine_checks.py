@@ -102,6 +102,9 @@ def _check_replicas(engine: EngineConfig, world_size: int) -> Iterator[str]:
             f"engine.{place}: {engine.num_replicas} replicas: at most one for each of the {world_size} ranks"
         )
     for position, address in enumerate(engine.addresses):
+        if "@" in address:  # not repeated: it would be on the screen, as the run's config.yaml would keep it
+            yield f"engine.addresses.{position}: names a user or a password; http://HOST:PORT is wanted"
+            continue
         try:
             parts = urlsplit(address)
             good = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port is not None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megagrpo.errors import RelayedError, UserError
 from megagrpo.supervision import exit_codes
+from megagrpo.supervision.redaction import redact
 
 # How torch.distributed words the loss of a peer. There is one exception type for all of its errors, so only
 # the words tell.
@@ -75,11 +76,12 @@ class Failure:
 def build_failure(error: BaseException, rank: int, phase: str, step: int | None) -> Failure:
     """Return the failure that an exception of this rank stands for."""
     if isinstance(error, UserError):
-        return Failure(rank, phase, step, str(error), kind="user")
+        return Failure(rank, phase, step, redact(str(error)), kind="user")
     if isinstance(error, RelayedError) and error.__cause__ is not None:
         error = error.__cause__
     message = f"{type(error).__name__}: {error}".strip()
-    return Failure(rank, phase, step, message, "".join(traceback.format_exception(error)))
+    trace = "".join(traceback.format_exception(error))
+    return Failure(rank, phase, step, redact(message), redact(trace))
 
 
 def is_echo(error: BaseException) -> bool:
