@@ -90,7 +90,7 @@ def build_gate(config: Config, recorder: NullRecorder) -> UpdateGate:
     warn_above = warning_bound(
         rollout.logprob_gap,
         is_float32=config.precision.recipe == "fp32" and config.engine.quantization == "none",
-        is_narrowed=rollout.top_p < 1 or rollout.top_k > 0,
+        is_narrowed=rollout.is_narrowed,
     )
     logprob_gap = LogprobGapGate(rollout.logprob_gap, warn_above, recorder.note)
     return UpdateGate(config.spikes, logprob_gap, config.run.max_nonfinite_steps, recorder.note)

@@ -277,6 +277,13 @@ class RolloutConfig(Section):
     )
 
     @property
+    def is_narrowed(self) -> bool:
+        """Whether top_p or top_k leave tokens out: the engine's log-probs are over those kept, the actor's
+        over all, and the two cannot be compared.
+        """
+        return self.top_p < 1 or self.top_k > 0
+
+    @property
     def max_policy_age(self) -> int:
         """Publishes that may lie between the weights that sampled a completion and those that are trained
         on it.

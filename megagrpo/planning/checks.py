@@ -144,6 +144,11 @@ def _check_sampling(config: Config, hf_config: Mapping[str, Any]) -> Iterator[st
             f"with rollout.{' and '.join(narrowing)} the engine's log-probs are over the tokens it kept, "
             "the actor's over all"
         )
+        if config.algorithm.correction.enabled:
+            yield (
+                f"algorithm.correction: {why}, so an unchanged policy would be corrected; leave it out, or "
+                "take top_p 1 and top_k 0"
+            )
         if config.algorithm.old_logprobs == "engine":
             yield f"algorithm.old_logprobs: engine: {why}; take actor, or top_p 1 and top_k 0"
         for name, bound in rollout.logprob_gap:

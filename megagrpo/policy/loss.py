@@ -50,15 +50,18 @@ class PolicyLoss:
         sequences: SequenceTerms,
         reference: StageModel | None,
         largest_gap: LargestGap | None,
+        is_comparable: bool = True,
     ):
         """
         Args:
             largest_gap: told of every row where these are the first log-probs of the step, to be compared
                 with the engine's; None where that has been done, or the actor has moved.
             reference: the reference's stage, where the exact KL needs its output weight.
+            is_comparable: the engine's log-probs are over the same tokens as the actor's.
         """
         self.model, self.algorithm, self.temperature = model, algorithm, temperature
         self.sequences, self.reference, self.largest_gap = sequences, reference, largest_gap
+        self.is_comparable = is_comparable
 
     def __call__(self, batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Return (sum over the micro-batch's tokens of weight * loss, metrics)."""
@@ -170,7 +173,7 @@ class PolicyLoss:
             num_sequences=batch.num_sequences,
             config=self.algorithm.config,
             ref_logprobs=pick(terms.ref_logprobs),
-            rollout_logprobs=batch.rollout_logprobs[rows],
+            rollout_logprobs=batch.rollout_logprobs[rows] if self.is_comparable else None,
             entropy=entropy,
             exact_kl=exact_kl,
             correction_weights=pick(terms.correction_weights),

@@ -137,11 +137,18 @@ class PolicyUpdater:
                     continue
                 terms = SequenceTerms(advantage_of, self._token_weights(mini_batch, lengths), ages)
                 reference = self.reference.model if self.reference else None
-                compare = largest_gap if not applied and not mismatch else None
+                is_comparable = not self.config.rollout.is_narrowed
+                compare = largest_gap if is_comparable and not applied and not mismatch else None
                 if not applied:
                     before_pass()
                 loss = PolicyLoss(
-                    self.actor.model, self.algorithm, self.temperature, terms, reference, compare
+                    self.actor.model,
+                    self.algorithm,
+                    self.temperature,
+                    terms,
+                    reference,
+                    compare,
+                    is_comparable,
                 )
                 metrics = self._all_gather_metrics(self.actor.forward_backward(mini_batch.batches, loss))
                 if not applied:
@@ -308,7 +315,8 @@ class PolicyUpdater:
         """Measure the mismatch of engine and actor and apply the rollout correction.
 
         Only where old log-probs were computed: otherwise the loss of the first update measures it with its
-        own. Collective over all ranks.
+        own. Nothing is measured where top_p or top_k narrow the engine's distribution. Collective over all
+        ranks.
 
         Returns:
             Kept tokens and rejections by sample (both empty without a correction), and the diagnostics.
@@ -317,6 +325,7 @@ class PolicyUpdater:
             self._old_equals_actor
             or self.algorithm.config.old_logprobs == "engine"
             or not self.algorithm.needs_old_logprobs
+            or self.config.rollout.is_narrowed
         ):
             return {}, {}, {}
         kept: dict[SampleKey, int] = {}

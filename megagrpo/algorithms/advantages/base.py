@@ -15,9 +15,10 @@ from torch import Tensor
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.registry import Registry
 
-# Rewards of a group that differ by a few rounding errors of their own dtype are equal: their difference is no
-# signal.
-EQUAL_REWARD_ULPS = 8
+# Values that differ by a few rounding errors are equal: their difference is no signal. The errors are those
+# of float32 in float64 too, because a reward model's float32 score comes here as a Python number.
+EQUAL_ULPS = 8
+ROUNDING = EQUAL_ULPS * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ def normalize(
 
 
 def find_equal_rewards(rewards: Tensor, valid: Tensor) -> Tensor:
-    """Return for each group whether its valid rewards are all equal [N]; true for groups with fewer than 2
-    valid members.
+    """Return for each group whether its valid rewards are all equal to the rounding of float32 [N]; true
+    for groups with fewer than 2 valid members.
 
     Args:
         rewards: [N, G], or [N, G, R] where all R rewards must be equal each; invalid entries are ignored, NaN
@@ -121,5 +122,4 @@ def find_equal_rewards(rewards: Tensor, valid: Tensor) -> Tensor:
     high = torch.where(valid, rewards, -torch.inf).amax(1)
     low = torch.where(valid, rewards, torch.inf).amin(1)
     largest = torch.where(valid, rewards, 0.0).abs().amax(1)
-    tolerance = EQUAL_REWARD_ULPS * torch.finfo(rewards.dtype).eps * largest
-    return (high - low <= tolerance) | (valid.sum(1) < 2)
+    return (high - low <= ROUNDING * largest) | (valid.sum(1) < 2)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algorithms.advantages.base import (
+    ROUNDING,
     AdvantageInputs,
     center,
     find_equal_rewards,
@@ -26,10 +27,10 @@ def gdpo(inputs: AdvantageInputs) -> Tensor:
     """
     # compute_advantages has checked
     assert inputs.reward_parts is not None and inputs.part_weights is not None
-    total = torch.zeros_like(inputs.rewards)
+    total, size = torch.zeros_like(inputs.rewards), torch.zeros_like(inputs.rewards)
     for part, weight in zip(inputs.reward_parts.unbind(2), inputs.part_weights, strict=True):
         standardised = normalize(center(part, inputs.valid), inputs.valid, inputs.config)
-        total = total + weight * torch.where(
-            find_equal_rewards(part, inputs.valid)[:, None], 0.0, standardised
-        )
+        summand = weight * torch.where(find_equal_rewards(part, inputs.valid)[:, None], 0.0, standardised)
+        total, size = total + summand, size + summand.abs()
+    total = torch.where(total.abs() <= ROUNDING * size, 0.0, total)  # parts that cancel leave rounding alone
     return normalize(total, inputs.valid, inputs.config, (0, 1))

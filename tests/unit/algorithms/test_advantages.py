@@ -169,8 +169,40 @@ def test_group_without_a_difference_gets_exactly_zero_and_is_counted(name, rewar
     assert result.counters["completions_invalid"] == valid.count(False)
 
 
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_rounding_of_a_float32_reward_model_is_no_signal_in_float64(name):
+    """Scores of one value computed in two orders in float32 differ in the last digit; they arrive as Python
+    numbers, so in float64.
+    """
+    orders = list(itertools.permutations([0.1, 0.1, 0.7]))[:3]
+    summed = [float((row[0] + row[1]) + row[2]) for row in torch.tensor(orders)]
+    assert len(set(summed)) > 1
+    rewards = torch.tensor([summed, summed], dtype=torch.float64)
+    result = run(
+        name,
+        rewards,
+        torch.ones(2, 3, dtype=torch.bool),
+        lengths=torch.tensor([[1, 2, 3], [2, 5, 1]]),
+        reward_parts=rewards[:, :, None],
+        config={"advantage_options": {"k": 2} if name == "pass_at_k" else {}},
+    )
+    assert result.advantages.eq(0).all() and result.counters["groups_equal_rewards"] == 2
+
+
+def test_gdpo_of_parts_that_cancel_is_zero():
+    """r and 1 - r standardise to opposite numbers, whose sum is rounding: a division by its standard
+    deviation would make advantages of size 1 of it.
+    """
+    first = torch.tensor([[0.1, 0.7, 0.3, 0.35], [0.2, 0.9, 0.4, 0.15]], dtype=torch.float64)
+    parts = torch.stack([first, 0.7 - first], dim=2)
+    valid = torch.ones(2, 4, dtype=torch.bool)
+    for weights in ([1.0, 1.0], [3.3, 3.3]):
+        result = run("gdpo", parts.sum(2), valid, reward_parts=parts, part_weights=torch.tensor(weights))
+        assert result.advantages.eq(0).all(), weights
+
+
 def test_small_but_real_differences_are_a_signal():
-    rewards = torch.tensor([[1.0, 1.0 + 1e-9]], dtype=torch.float64)
+    rewards = torch.tensor([[1.0, 1.0 + 1e-5]], dtype=torch.float64)
     advantages = run("grpo", rewards, torch.ones(1, 2, dtype=torch.bool)).advantages
     assert advantages[0].tolist() == pytest.approx([-1.0, 1.0], rel=1e-6)
 

@@ -148,6 +148,13 @@ def test_defaults_have_no_problem(run_file):
         ),
         (
             1,
+            ["rollout.top_p=0.9", "algorithm.correction.importance=token"],
+            "algorithm.correction: with rollout.top_p 0.9 the engine's log-probs are over the tokens it "
+            "kept, the actor's over all, so an unchanged policy would be corrected; leave it out, or take "
+            "top_p 1 and top_k 0",
+        ),
+        (
+            1,
             ["rollout.top_k=20", "rollout.logprob_gap.stop_above_mean=1e-4"],
             "rollout.logprob_gap.stop_above_mean: 0.0001: with rollout.top_k 20 the engine's log-probs are "
             "over the tokens it kept, "
