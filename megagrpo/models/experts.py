@@ -32,9 +32,10 @@ class SequenceRouter(TopKRouter):
     Attributes:
         sequences: of the micro-batch that is being computed; `MoETransformerLayer` sets it, in a
             recomputation too.
-        load: float64 [E], tokens per expert of the sequences trained since the last `take`; summed over the
-            tp and cp ranks.
-        balance_loss: float64 [], this rank's part of the balance loss since then, coefficient included.
+        load: float64 [E] on the device, tokens per expert among those that this rank routed since the last
+            `take`.
+        balance_loss: float64 [] on the device, this rank's part of the balance loss since then, coefficient
+            included.
     """
 
     def __init__(self, config: Any, pg_collection: Any = None):
@@ -44,8 +45,9 @@ class SequenceRouter(TopKRouter):
 
     def reset(self) -> None:
         """Forget the loads counted so far."""
-        self.load = torch.zeros(self.num_experts, dtype=torch.float64)
-        self.balance_loss = torch.zeros((), dtype=torch.float64)
+        device = self.weight.device
+        self.load = torch.zeros(self.num_experts, dtype=torch.float64, device=device)
+        self.balance_loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def routing(self, logits: torch.Tensor, padding_mask: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts as `Qwen3MoeTopKRouter` (transformers) does.
@@ -80,17 +82,17 @@ class SequenceRouter(TopKRouter):
         sequences = self.sequences
         segments = sequences.local_segment_ids(len(chosen), self.tp_group)
         counts = sequences.sums(segments, chosen.to(torch.float64))
-        if self.tp_cp_group.size() > 1:
-            dist.all_reduce(counts, group=self.tp_cp_group)
-        self.load += counts.sum(0).cpu()
+        self.load += counts.sum(0)
         coefficient = self.config.moe_aux_loss_coeff * sequences.weight
         if not coefficient:
             return probs
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(counts, group=self.tp_cp_group)
         lengths = sequences.lengths[:, None]
         frequencies = counts * self.num_experts / (self.topk * lengths)
         probabilities = sequences.sums(segments, scores) / lengths
         loss = coefficient * (frequencies * probabilities).sum()
-        self.balance_loss += loss.detach().cpu()
+        self.balance_loss += loss.detach()
         return MoEAuxLossAutoScaler.apply(probs, loss)
 
 

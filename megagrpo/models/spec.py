@@ -70,7 +70,9 @@ def build_block_spec(
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
         )
         norm = TENorm
     else:
@@ -116,5 +118,7 @@ def canonical_name(name: str, first_layer: int, first_expert: int = 0) -> str:
     if not found:
         return name
     rest = TE_FUSED_NAMES.get(found.group(3), found.group(3))
+    # a grouped linear holds the weight of expert 3 as its `weight3`
+    rest = re.sub(r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight", rest)
     rest = re.sub(r"(?<=local_experts\.)\d+", lambda index: str(int(index.group()) + first_expert), rest)
     return f"{found.group(1)}{int(found.group(2)) + first_layer}.{rest}"

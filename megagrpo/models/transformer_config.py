@@ -75,7 +75,7 @@ def build_transformer_config(
         "masked_softmax_fusion": False,
         # Of the output layer, where it needs Apex; `fuse_weight_gradients` is for the decoder.
         "gradient_accumulation_fusion": False,
-        **fused_kernel_fields(use_te),
+        **fused_kernel_fields(use_te, has_experts=bool(hf.num_experts)),
         **precision.transformer_config_fields(),
         **FAMILIES.get(hf.model_type).transformer_config_fields(hf),
     }
@@ -91,13 +91,16 @@ def build_transformer_config(
     return config
 
 
-def fused_kernel_fields(use_te: bool) -> dict[str, bool]:
+def fused_kernel_fields(use_te: bool, has_experts: bool) -> dict[str, bool]:
     """Return the TransformerConfig fields of the kernels that come with Transformer Engine.
 
     Rotary embeddings: without the fused kernel Megatron asks the device for the length of every packed
-    sequence, twice a layer. SwiGLU: the product is not kept for the backward.
+    sequence, twice a layer. SwiGLU: the product is not kept for the backward. Experts: one grouped GEMM for
+    all that a rank holds, in place of a loop over them that asks the device for each one's token count.
     """
-    return {name: use_te for name in ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")}
+    names = ["apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"]
+    names += ["moe_grouped_gemm", "moe_permute_fusion"] if has_experts else []
+    return dict.fromkeys(names, use_te)
 
 
 def pipeline_fields(layout: ParallelLayout, num_layers: int) -> dict[str, Any]:

@@ -27,13 +27,12 @@ class RouterLoads:
         expert_idle_fraction: experts of all layers that got no token.
         router_aux_loss: sum over updates and layers, coefficient included; only where there is a coefficient.
         """
-        groups, experts = self.model.groups, self.model.hf.num_experts
+        experts = self.model.hf.num_experts
         totals = torch.zeros(self.model.hf.num_layers, experts + 1, dtype=torch.float64)
-        for layer, router in self.routers.items():
-            # the counts are summed over these ranks already, the losses are not
-            if groups.tp_rank == 0 and groups.cp_rank == 0:
-                totals[layer, :experts] = router.load
-            totals[layer, experts] = router.balance_loss
+        if self.routers:
+            counted = [torch.cat((each.load, each.balance_loss[None])) for each in self.routers.values()]
+            totals[list(self.routers)] = torch.stack(counted).cpu()  # the one copy from the device
+        for router in self.routers.values():
             router.reset()
         dist.all_reduce(totals)
         loads = totals[:, :experts]

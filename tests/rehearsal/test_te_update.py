@@ -26,6 +26,13 @@ def test_the_optimizer_is_fused_adam_and_has_a_state_before_its_first_step(resul
     assert results["checkpoint_before_the_first_update"] == ["exp_avg", "exp_avg_sq"]
 
 
+def test_experts_are_one_grouped_gemm_under_the_names_that_the_rules_know(results):
+    assert results["grouped_experts"] == {
+        "experts": "TEGroupedMLP",
+        "names": [f"local_experts.{e}.linear_fc{n}.weight" for e in range(4) for n in (1, 2)],
+    }
+
+
 def test_weight_gradients_are_accumulated_in_float32_without_a_rounding_to_bfloat16(results):
     gradients = results["weight_gradients_in_float32"]
     assert gradients["dtype"] == "torch.float32"

@@ -15,7 +15,8 @@ from unittest.mock import MagicMock
 import torch
 
 import te.attention
-import te.gemm  # noqa: F401 (te.attention and te.gemm register their kernels)
+import te.gemm
+import te.permutation
 from megagrpo.device import device
 from te.enums import ENUMS
 from te.registry import KERNELS
@@ -128,7 +129,10 @@ def install() -> None:
     _answer_as_hopper()
     distributed = torch.distributed
     distributed._coalescing_manager = distributed.distributed_c10d._coalescing_manager = _no_coalescing
-    importlib.import_module("transformer_engine.pytorch")
+    pytorch = importlib.import_module("transformer_engine.pytorch")
+    for function in te.permutation.FUNCTIONS:  # megatron.core imports them from the second
+        setattr(pytorch, function.__name__, function)
+        setattr(pytorch.permutation, function.__name__, function)
     os.environ.pop("NVTE_PROJECT_BUILDING")
     for name in NAMED_ONLY:  # nobody else may take them for installed
         del sys.modules[name]

@@ -58,6 +58,18 @@ def optimizer():
 
 
 @case
+def grouped_experts():
+    """The names by which the rules know the weights of a grouped linear, and that they are grouped."""
+
+    def act(it):
+        names = [row[0] for row in it.actor.model.named_rules() if "layers.1.mlp.experts" in row[0]]
+        experts = type(it.actor.model.chunks[0].decoder.layers[1].mlp.experts).__name__
+        return {"experts": experts, "names": sorted(name.split("experts.", 1)[1] for name in names)}
+
+    return on(act, MOE, BF16, use_te=True)
+
+
+@case
 def weight_gradients_in_float32():
     """Where the gradient of a decoder weight is after two micro-batches that share it."""
 
