@@ -171,6 +171,9 @@ class EngineConfig(Section):
     kv_cache_bytes: PositiveInt | None = Field(
         None, description="key/value cache of a replica; null: 1 GiB on CPUs, the engine's own on GPUs"
     )
+    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.85, description="of the GPU memory that the trainer's models leave free, what the server takes"
+    )
     quantization: Literal["none", "fp8_block"] = Field(
         "none",
         description="the server's model; fp8_block: linear layers and experts in float8, one scale "
@@ -209,8 +212,8 @@ class WeightsConfig(Section):
     )
     transport: Literal["auto", "shared_memory", "group", "disk", "ipc"] = Field(
         "auto",
-        description="auto: shared_memory where all ranks and engines are on one host, else group: straight "
-        "to the engines' ranks",
+        description="auto: ipc where engines are on the GPUs of their ranks; else shared_memory on one host, "
+        "else group: straight to the engines' ranks",
     )
     folder: str | None = Field(
         None, description="of transport disk: a folder that engines reach too; null: DIR/weights"

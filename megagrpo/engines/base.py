@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megagrpo.device.device import has_cuda
+from megagrpo.device.memory import return_cached_memory
+from megagrpo.parallel.groups import all_reduce_flag
 from megagrpo.registry import Registry
 from megagrpo.types import Completion, Prompt, SamplingParams
 
@@ -146,7 +149,7 @@ class Engine(ABC):
 @contextmanager
 def asleep(engine: Engine, wanted: bool) -> Iterator[None]:
     """Let `engine` sleep while the context lasts, if `wanted`. All ranks that share its server must have
-    ended their rollouts.
+    ended their rollouts. Collective over all ranks on GPUs.
 
     One that is dead, or dies meanwhile, is left to those who start it anew.
     """
@@ -154,6 +157,9 @@ def asleep(engine: Engine, wanted: bool) -> Iterator[None]:
         _unless_dead(engine, engine.sleep)
     try:
         yield
+        if wanted and has_cuda():  # all ranks of its GPUs, before it takes its memory
+            return_cached_memory()
+            all_reduce_flag(False)
     finally:
         if wanted and engine.health().state == "asleep":
             _unless_dead(engine, engine.wake)

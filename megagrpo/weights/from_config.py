@@ -62,7 +62,9 @@ def is_own_address(host: str) -> bool:
     return True
 
 
-def choose_transport(wanted: str, offered: Sequence[str], engine_host: str) -> str:
+def choose_transport(
+    wanted: str, offered: Sequence[str], engine_host: str, are_started_here: bool = True
+) -> str:
     """Return the transport of a run. Collective over all ranks.
 
     `auto`: shared memory where all ranks and engines are on one machine, else a process group with the
@@ -70,6 +72,7 @@ def choose_transport(wanted: str, offered: Sequence[str], engine_host: str) -> s
 
     Args:
         engine_host: of this rank's engine.
+        are_started_here: the engines were started by the run, so each is on the GPUs of its ranks.
 
     Raises:
         UserError: `shared_memory` over several machines, `ipc` without CUDA, or a transport that the engine
@@ -77,7 +80,11 @@ def choose_transport(wanted: str, offered: Sequence[str], engine_host: str) -> s
     """
     places = all_gather_metadata((socket.gethostname(), engine_host, is_own_address(engine_host)))
     hosts = {host for host, *_ in places} | {engine for _, engine, is_here in places if not is_here}
-    name = wanted if wanted != "auto" else "shared_memory" if len(hosts) == 1 else "group"
+    name = wanted
+    if wanted == "auto":
+        # NCCL refuses a group with two members on one GPU: engines on the ranks' own are reached by IPC
+        shares_gpus = has_cuda() and are_started_here and "ipc" in offered
+        name = "ipc" if shares_gpus else "shared_memory" if len(hosts) == 1 else "group"
     if name == "shared_memory" and len(hosts) > 1:
         raise UserError(
             f"weights.transport: shared_memory: ranks and engines are on {len(hosts)} hosts; "
@@ -150,7 +157,8 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
     num_replicas = config.engine.num_replicas
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
-    name = choose_transport(weights.transport, engine.transports, urlsplit(engine.address).hostname or "")
+    host, are_started_here = urlsplit(engine.address).hostname or "", not config.engine.addresses
+    name = choose_transport(weights.transport, engine.transports, host, are_started_here)
     grid, quantize = (
         EngineGrid(num_replicas, config.engine.tensor_parallel),
         config.engine.quantization != "none",

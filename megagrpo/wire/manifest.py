@@ -299,7 +299,12 @@ def read_entry(entry: TensorEntry, memory: torch.Tensor, count: int, shape: tupl
 def build_ack(manifest: BucketManifest, rank: int = 0) -> dict[str, Any]:
     """Return what engine rank `rank` answers when it has loaded, and so checked, all its tensors of a
     bucket.
+
+    Copies on an accelerator have only been queued by then. They are waited for: with the answer the trainer
+    may fill the bucket's memory anew.
     """
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     entries = manifest.entries_for(rank)
     return {
         "rank": rank,

@@ -88,7 +88,10 @@ class SglangEngine(RemoteEngine):
         if self.device.type == "cpu":
             arguments |= {"attention_backend": "torch_native", "disable_cuda_graph": True}
         else:
-            arguments |= {"enable_memory_saver": True}  # what sleep() gives back
+            # What sleep() gives back. Weights without a copy would be lost, and with them the base of
+            # published changes.
+            arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+            arguments |= {"mem_fraction_static": self.config.gpu_memory_fraction}  # of what is free
         return [
             *host_command(python, "megagrpo.host.sglang.server"),
             "--end-with-parent",

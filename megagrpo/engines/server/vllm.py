@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megagrpo.device.launch import thread_environment
+from megagrpo.device.memory import share_of_device_memory
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.completions import Sample
 from megagrpo.engines.request_checks import prompt_seed
@@ -80,6 +81,8 @@ class VllmEngine(RemoteEngine):
             arguments |= {"kv_cache_memory_bytes": self.config.kv_cache_bytes or _CPU_KV_CACHE_BYTES}
         else:
             arguments |= {"enable_sleep_mode": True}
+            share = share_of_device_memory(self.config.gpu_memory_fraction)
+            arguments |= {"gpu_memory_utilization": share}
             arguments |= (
                 {"kv_cache_memory_bytes": self.config.kv_cache_bytes} if self.config.kv_cache_bytes else {}
             )

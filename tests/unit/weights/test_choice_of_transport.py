@@ -10,11 +10,11 @@ ALL = ("shared_memory", "group", "disk")
 HERE, ELSEWHERE = "127.0.0.1", "198.51.100.7"  # TEST-NET-2 of RFC 5737: not an address of a machine
 
 
-def choose(monkeypatch, wanted, places, offered=ALL):
+def choose(monkeypatch, wanted, places, offered=ALL, are_started_here=True):
     """The choice of the first of several ranks; `places`: (host, engine's host) of each."""
     rows = [(host, engine, is_own_address(engine)) for host, engine in places]
     monkeypatch.setattr(from_config, "all_gather_metadata", lambda value: rows)
-    return choose_transport(wanted, offered, places[0][1])
+    return choose_transport(wanted, offered, places[0][1], are_started_here)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,16 @@ def choose(monkeypatch, wanted, places, offered=ALL):
 )
 def test_memory_is_shared_only_where_all_are_on_one_host(monkeypatch, places, chosen):
     assert choose(monkeypatch, "auto", places) == chosen
+
+
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
+def test_engines_on_the_gpus_of_their_ranks_are_reached_by_ipc_on_any_number_of_hosts(monkeypatch, hosts):
+    """NCCL refuses a group in which a rank and an engine's rank are on one GPU."""
+    monkeypatch.setattr(from_config, "has_cuda", lambda: True)
+    places = [(host, HERE) for host in hosts]
+    assert choose(monkeypatch, "auto", places, (*ALL, "ipc")) == "ipc"
+    assert choose(monkeypatch, "auto", places, (*ALL, "ipc"), are_started_here=False) != "ipc"
+    assert choose(monkeypatch, "auto", places, ALL) != "ipc"
 
 
 def test_shared_memory_with_an_engine_elsewhere_is_refused(monkeypatch):
