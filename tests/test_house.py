@@ -49,7 +49,6 @@ LONG_FILES = {
     "policy/update.py": "to be split with the update's passes",
     "weights/transports/group.py": "both sides' calls of one protocol are read together",
     "engines/server/engine.py": "to be split into server and protocol",
-    "rollout/generation.py": "to be split with its two loops",
     "wire/manifest.py": "one format, written and read",
 }
 LONG_FUNCTIONS = {

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from megagrpo.config.schema import EvaluationSetConfig, RolloutConfig
 from megagrpo.evaluation.metrics import measure_scores
 from megagrpo.rollout.failed_scores import count_scores, failed_fractions
-from megagrpo.rollout.generation import RolloutGenerator, RolloutRequest
+from megagrpo.rollout.generation import RolloutGenerator
+from megagrpo.rollout.in_flight import RolloutRequest
 from megagrpo.types import Prompt, SamplingParams
 
 # Evaluations draw from a stream of their own, the same at every step: two evaluations differ by the weights

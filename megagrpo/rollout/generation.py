@@ -8,24 +8,25 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from megagrpo.engines.base import Engine, EngineError
 from megagrpo.errors import RelayedError, SharedUserError, StopRequested
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.dealing import LengthEstimates
-from megagrpo.rollout.replica_states import EngineFailure, ReplicaStates
-from megagrpo.rollout.rollouts import CompletionRecord, SampleKey, StepRollouts
-from megagrpo.rollout.shares import (
+from megagrpo.rollout.in_flight import (
+    CompletedRollouts,
+    PendingRollouts,
+    RolloutRequest,
     ScoredCompletions,
     ShareFailure,
-    ShareMetadata,
     describe_failure,
     describe_share,
 )
-from megagrpo.types import Completion, Prompt, Reward, SamplingParams
+from megagrpo.rollout.replica_states import EngineFailure, ReplicaStates
+from megagrpo.rollout.rollouts import SampleKey, StepRollouts
+from megagrpo.types import Completion, Prompt, Reward
 
 STOP_POLL_SECONDS = 0.5  # between two looks, while scores are waited for, at whether they are still wanted
 
@@ -34,37 +35,6 @@ class RolloutFailedError(RelayedError):
     """Generating or scoring failed on some rank. Raised on all ranks alike, between two updates: the
     trainer's state is whole.
     """
-
-
-@dataclass(frozen=True)
-class RolloutRequest:
-    """What is to be generated, the same on all ranks."""
-
-    prompts: Sequence[Prompt]
-    sampling: SamplingParams
-    completions_per_prompt: int
-    first_index: int = 0  # first completion index of a prompt that has been sampled in this step already
-    # of these prompts' data set; what comes is added
-    lengths: LengthEstimates = field(default_factory=LengthEstimates)
-
-
-class PendingRollouts:
-    """A request whose share runs in a thread of this rank, or is there already."""
-
-    def __init__(
-        self,
-        request: RolloutRequest,
-        share: BackgroundWork[ScoredCompletions] | ScoredCompletions | BaseException,
-    ):
-        self.request, self._share = request, share
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds` until this rank's share is there or has failed; say whether it is."""
-        return not isinstance(self._share, BackgroundWork) or self._share.wait(seconds)
-
-    def outcome(self) -> ScoredCompletions | BaseException:
-        """Wait, and return this rank's share or what it failed with."""
-        return self._share.outcome() if isinstance(self._share, BackgroundWork) else self._share
 
 
 class RolloutGenerator:
@@ -128,29 +98,8 @@ class RolloutGenerator:
         Collective over all ranks. What failed otherwise, and what nobody is left for, is returned as it is,
         for `finish`.
         """
-        share = pending.outcome()
-        while True:
-            own = None if isinstance(share, BaseException) else describe_share(share, self.groups.rank)
-            gathered = all_gather_metadata((self.is_given_up, own))
-            everyone = [told for _, told in gathered if told is not None]
-            if (
-                isinstance(share, BaseException)
-                or len(everyone) < len(gathered)
-                or any(is_given_up for is_given_up, _ in gathered)
-            ):
-                return PendingRollouts(pending.request, share)
-            pause = self.replicas.take(
-                [told.failure for told in everyone], [told.rank for told in everyone if told.records]
-            )
-            share = replace(share, failure=None)  # it is known now
-            missing = sorted(
-                set(range(len(pending.request.prompts))).difference(*(told.groups for told in everyone))
-            )
-            if not missing or not self.replicas.is_any_left:
-                return PendingRollouts(pending.request, share)
-            time.sleep(pause)
-            more = self._attempt(pending.request, missing, is_retry=True)
-            share = more if isinstance(more, BaseException) else share.joined(more)
+        completed = self._complete(pending.request, pending.outcome(), revive=lambda: False)
+        return PendingRollouts(pending.request, completed.outcome)
 
     def stop(self, pending: PendingRollouts) -> None:
         """Give `pending` up: end it early and wait for its thread. This rank generates nothing any more."""
@@ -263,51 +212,63 @@ class RolloutGenerator:
         """Tell every rank what the others have, and have groups that an engine failed on generated again.
         Collective over all ranks.
         """
-        records: dict[SampleKey, CompletionRecord] = {}
-        local: dict[SampleKey, Completion] = {}
-        seconds = waited = 0.0
-        while True:
-            everyone = self._tell_everyone(outcome)
-            records |= {record.key: record for told in everyone for record in told.records}
-            local |= outcome.completions
-            seconds += max(told.generation_seconds for told in everyone)
-            waited += max(told.scoring_wait_seconds for told in everyone)
-            pause = self.replicas.take(
-                [told.failure for told in everyone], [told.rank for told in everyone if told.records]
-            )
-            missing = sorted(set(range(len(request.prompts))) - {group for group, _ in records})
-            if not missing:
-                break
-            if not self.replicas.is_any_left and not self.revive():
-                raise RolloutFailedError(f"no rollout engine is left: {self.replicas.describe_lost()}")
-            time.sleep(pause)
-            outcome = self._attempt(request, missing, is_retry=True)
+        completed = self._complete(request, outcome, self.revive)
+        self._raise_alike(completed)
+        if completed.missing:
+            raise RolloutFailedError(f"no rollout engine is left: {self.replicas.describe_lost()}")
         rollouts = StepRollouts(
             list(request.prompts),
-            dict(sorted(records.items())),
-            local,
+            dict(sorted(completed.records.items())),
+            completed.outcome.completions,
             request.completions_per_prompt,
-            seconds,
-            waited,
+            completed.generation_seconds,
+            completed.scoring_wait_seconds,
         )
         request.lengths.observe(rollouts)
         return rollouts
 
-    def _tell_everyone(self, outcome: ScoredCompletions | BaseException) -> list[ShareMetadata]:
-        failed = isinstance(outcome, BaseException)
-        own = describe_failure(outcome) if failed else describe_share(outcome, self.groups.rank)
-        gathered = all_gather_metadata((self.is_given_up, own))
-        # before all failures: an engine may have been sent the same signal
-        if any(is_given_up for is_given_up, _ in gathered):
+    def _complete(
+        self, request: RolloutRequest, outcome: ScoredCompletions | BaseException, revive: Callable[[], bool]
+    ) -> CompletedRollouts:
+        """Tell every rank what the others have, and have groups that an engine failed on generated again:
+        until nothing is missing, nobody is left, or a rank failed otherwise. Collective over all ranks.
+        """
+        completed = CompletedRollouts(outcome)
+        while True:
+            failed = isinstance(outcome, BaseException)
+            own = describe_failure(outcome) if failed else describe_share(outcome, self.groups.rank)
+            gathered = all_gather_metadata((self.is_given_up, own))
+            completed.is_given_up = any(is_given_up for is_given_up, _ in gathered)
+            completed.failures = {
+                rank: told for rank, (_, told) in enumerate(gathered) if isinstance(told, ShareFailure)
+            }
+            if completed.is_given_up or completed.failures:
+                return completed
+            everyone = [told for _, told in gathered]
+            completed.add(everyone)
+            pause = self.replicas.take(
+                [told.failure for told in everyone], [told.rank for told in everyone if told.records]
+            )
+            completed.outcome = replace(completed.outcome, failure=None)  # it is known now
+            there = {group for group, _ in completed.records}
+            completed.missing = sorted(set(range(len(request.prompts))) - there)
+            if not completed.missing or not (self.replicas.is_any_left or revive()):
+                return completed
+            time.sleep(pause)
+            outcome = self._attempt(request, completed.missing, is_retry=True)
+            failed = isinstance(outcome, BaseException)
+            completed.outcome = outcome if failed else completed.outcome.joined(outcome)
+
+    @staticmethod
+    def _raise_alike(completed: CompletedRollouts) -> None:
+        """Raise on all ranks what one was told or has failed with."""
+        if completed.is_given_up:  # before all failures: an engine may have been sent the same signal
             raise StopRequested
-        everyone = [told for _, told in gathered]
-        failures = {rank: told for rank, told in enumerate(everyone) if isinstance(told, ShareFailure)}
-        if failures:
-            rank, first = next(iter(failures.items()))
+        if completed.failures:
+            rank, first = next(iter(completed.failures.items()))
             error = (
                 SharedUserError(first.message)
                 if first.by_user
                 else RolloutFailedError(f"rank {rank}: {first.message}")
             )
-            raise error from (outcome if failed else None)
-        return everyone
+            raise error from (completed.outcome if isinstance(completed.outcome, BaseException) else None)

@@ -1,5 +1,5 @@
-"""Rollouts in flight as a checkpoint keeps them: one file per rank with the completions that it generated and
-their rewards.
+"""A request for rollouts and one rank's share of it: what it holds, what it tells the others, and how a
+checkpoint keeps it: one file per rank with the completions that it generated and their rewards.
 
     token_ids  int64 [T]    logprobs  float32 [T]    of all completions, one after the other
     metadata   one JSON object per completion, in the same order
@@ -9,8 +9,8 @@ it.
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,129 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from megagrpo.rollout.rollouts import SampleKey
-from megagrpo.rollout.shares import ScoredCompletions
-from megagrpo.types import Completion, Reward
+from megagrpo.errors import UserError
+from megagrpo.parallel.background import BackgroundWork
+from megagrpo.rollout.dealing import LengthEstimates
+from megagrpo.rollout.replica_states import EngineFailure
+from megagrpo.rollout.rollouts import CompletionRecord, SampleKey
+from megagrpo.types import Completion, Prompt, Reward, SamplingParams
+
+
+@dataclass(frozen=True)
+class ScoredCompletions:
+    """What a rank has generated and scored."""
+
+    completions: Mapping[SampleKey, Completion]
+    rewards: Mapping[SampleKey, Reward]
+    generation_seconds: float = 0.0
+    scoring_wait_seconds: float = 0.0  # after the last completion, until the last score
+    failure: EngineFailure | None = None  # of the engine, before the share was complete
+
+    def joined(self, later: "ScoredCompletions") -> "ScoredCompletions":
+        """Return this share with what came later, and the later one's failure."""
+        return ScoredCompletions(
+            {**self.completions, **later.completions},
+            {**self.rewards, **later.rewards},
+            self.generation_seconds + later.generation_seconds,
+            self.scoring_wait_seconds + later.scoring_wait_seconds,
+            later.failure,
+        )
+
+
+@dataclass(frozen=True)
+class ShareMetadata:
+    """A share without its tokens."""
+
+    rank: int
+    records: list[CompletionRecord]
+    generation_seconds: float
+    scoring_wait_seconds: float
+    failure: EngineFailure | None
+
+    @property
+    def groups(self) -> set[int]:
+        """The groups that are there."""
+        return {record.key[0] for record in self.records}
+
+
+@dataclass(frozen=True)
+class ShareFailure:
+    """A share that failed otherwise than by its engine."""
+
+    message: str
+    by_user: bool  # a mistake of the user's, told in plain lines
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """What is to be generated, the same on all ranks."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    completions_per_prompt: int
+    first_index: int = 0  # first completion index of a prompt that has been sampled in this step already
+    # of these prompts' data set; what comes is added
+    lengths: LengthEstimates = field(default_factory=LengthEstimates)
+
+
+@dataclass
+class CompletedRollouts:
+    """What came of a request, over all its attempts."""
+
+    outcome: ScoredCompletions | BaseException  # of this rank
+    records: dict[SampleKey, CompletionRecord] = field(default_factory=dict)  # of all ranks
+    missing: list[int] = field(default_factory=list)  # groups that nobody was left for
+    failures: dict[int, ShareFailure] = field(default_factory=dict)  # by rank; others than of an engine
+    is_given_up: bool = False
+    generation_seconds: float = 0.0
+    scoring_wait_seconds: float = 0.0
+
+    def add(self, everyone: Sequence[ShareMetadata]) -> None:
+        """Take in what all ranks tell of an attempt."""
+        self.records |= {record.key: record for told in everyone for record in told.records}
+        self.generation_seconds += max(told.generation_seconds for told in everyone)
+        self.scoring_wait_seconds += max(told.scoring_wait_seconds for told in everyone)
+
+
+class PendingRollouts:
+    """A request whose share runs in a thread of this rank, or is there already."""
+
+    def __init__(
+        self,
+        request: RolloutRequest,
+        share: BackgroundWork[ScoredCompletions] | ScoredCompletions | BaseException,
+    ):
+        self.request, self._share = request, share
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait at most `seconds` until this rank's share is there or has failed; say whether it is."""
+        return not isinstance(self._share, BackgroundWork) or self._share.wait(seconds)
+
+    def outcome(self) -> ScoredCompletions | BaseException:
+        """Wait, and return this rank's share or what it failed with."""
+        return self._share.outcome() if isinstance(self._share, BackgroundWork) else self._share
+
+
+def describe_share(share: ScoredCompletions, rank: int) -> ShareMetadata:
+    """Return what the others get to know."""
+    records = [
+        CompletionRecord(
+            key,
+            rank,
+            len(c.token_ids),
+            c.finish_reason,
+            share.rewards[key],
+            min(version for _, version in c.weight_versions),
+        )
+        for key, c in share.completions.items()
+    ]
+    return ShareMetadata(rank, records, share.generation_seconds, share.scoring_wait_seconds, share.failure)
+
+
+def describe_failure(error: BaseException) -> ShareFailure:
+    """Return what the others get to know."""
+    by_user = isinstance(error, UserError)
+    return ShareFailure(str(error) if by_user else f"{type(error).__name__}: {error}", by_user)
 
 
 def file_name(rank: int) -> str:

@@ -16,10 +16,10 @@ from megagrpo.parallel.groups import all_reduce_flag
 from megagrpo.rollout import in_flight
 from megagrpo.rollout.dealing import LengthEstimates
 from megagrpo.rollout.dynamic_sampling import SamplingCounts, collect_groups
-from megagrpo.rollout.generation import PendingRollouts, RolloutFailedError, RolloutGenerator, RolloutRequest
+from megagrpo.rollout.generation import RolloutFailedError, RolloutGenerator
+from megagrpo.rollout.in_flight import PendingRollouts, RolloutRequest, ScoredCompletions
 from megagrpo.rollout.prompts import PromptSampler
 from megagrpo.rollout.rollouts import StepRollouts
-from megagrpo.rollout.shares import ScoredCompletions
 from megagrpo.types import Prompt, SamplingParams, Snapshot
 
 

@@ -13,8 +13,8 @@ from megagrpo.engines.base import EngineError
 from megagrpo.engines.server.sglang import SglangEngine
 from megagrpo.errors import StopRequested
 from megagrpo.rollout import generation
-from megagrpo.rollout.generation import RolloutGenerator, RolloutRequest
-from megagrpo.rollout.in_flight import read_shares
+from megagrpo.rollout.generation import RolloutGenerator
+from megagrpo.rollout.in_flight import RolloutRequest, read_shares
 from megagrpo.types import Prompt, SamplingParams
 
 ONE_STEP_OFF = "rollout.off_policy=one_step_off"

@@ -206,8 +206,7 @@ def test_what_is_in_flight_is_given_up_where_the_run_goes_elsewhere(build_pipeli
 
 def test_shares_of_more_ranks_are_dealt_out_whole(build_pipeline, engine, tmp_path):
     """Three files read by two ranks, and by one: every completion comes once, bit for bit."""
-    from megagrpo.rollout.in_flight import file_name, pack_share, read_shares
-    from megagrpo.rollout.shares import ScoredCompletions
+    from megagrpo.rollout.in_flight import ScoredCompletions, file_name, pack_share, read_shares
 
     pipeline = build_pipeline()
     rollouts, _ = pipeline.collect(1, 0)

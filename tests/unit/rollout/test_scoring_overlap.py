@@ -6,7 +6,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from megagrpo.engines.base import EngineError, EngineHealth
-from megagrpo.rollout.generation import RolloutGenerator, RolloutRequest
+from megagrpo.rollout.generation import RolloutGenerator
+from megagrpo.rollout.in_flight import RolloutRequest
 from megagrpo.types import Prompt, Reward, SamplingParams
 
 WAIT_SECONDS = 30.0
