@@ -2,7 +2,6 @@
 rank, in a thread.
 """
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from megagrpo.checkpoint import folder as names
 from megagrpo.checkpoint.checksummed_file import FileContents, write_file
 from megagrpo.checkpoint.manifest import Manifest, ManifestError, read_manifest, record_file, write_manifest
 from megagrpo.checkpoint.writer import ShardWriter, yield_to_training
+from megagrpo.parallel.background import BackgroundWork
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,25 @@ class Commit:
             writer: of the first rank; all ranks have written.
         """
         self.folder, self.writer, self.contents, self.retention = folder, writer, contents, retention
-        self._outcome: tuple[int, list[str]] | Exception
-        self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
-        self._thread.start()
+        self._work = BackgroundWork(self._run, "commit")
 
     @property
     def is_done(self) -> bool:
         """Say whether it has ended, in whatever way."""
-        return not self._thread.is_alive()
+        return self._work.wait(seconds=0.0)
 
     def outcome(self) -> tuple[int, list[str]]:
         """Wait; return the bytes of all files, and the names of the checkpoints that were retired; or
         raise what was met.
         """
-        self._thread.join()
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
+        outcome = self._work.outcome()
+        if isinstance(outcome, BaseException):  # raised where all ranks hear of it
+            raise outcome
+        return outcome
 
-    def _run(self) -> None:
+    def _run(self) -> tuple[int, list[str]]:
         yield_to_training()
-        try:
-            self._outcome = self._publish(), retire(self.folder, self.retention)
-        except Exception as error:  # raised where all ranks hear of it
-            self._outcome = error
+        return self._publish(), retire(self.folder, self.retention)
 
     def _publish(self) -> int:
         partial = self.writer.folder

@@ -11,7 +11,6 @@ checkpoints/step_000010/
 """
 
 import shutil
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from megagrpo.checkpoint.manifest import Manifest, ManifestError, read_manifest,
 from megagrpo.checkpoint.plan import ShardPlanner
 from megagrpo.checkpoint.shards import ShardCollector
 from megagrpo.checkpoint.writer import ShardWriter, yield_to_training
+from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag
 
 FREE_MARGIN = 1.05  # of the bytes of the shards: headers, metadata and small files
@@ -76,7 +76,7 @@ class CheckpointManager:
         )
         self._planner = ShardPlanner()
         self._pending: _Pending | None = None
-        self._removal: threading.Thread | None = None  # of retired checkpoints, on the first rank
+        self._removal: BackgroundWork[None] | None = None  # of retired checkpoints, on the first rank
 
     def warm_up(self) -> None:
         """Make the host buffers and the plan of a save now, so that the first one costs training no more than
@@ -168,8 +168,8 @@ class CheckpointManager:
         if dist.get_rank() == 0:
             # In a thread: a large file takes seconds to remove. What is left of it when the process ends, the
             # next one removes.
-            self._removal = threading.Thread(target=self._remove_retired, args=(self._removal,), daemon=True)
-            self._removal.start()
+            before = self._removal
+            self._removal = BackgroundWork(lambda: self._remove_retired(before), "remove checkpoints")
         stall = pending.stall_seconds + time.perf_counter() - started
         path = names.checkpoint_path(self.folder, pending.contents.manifest.step)
         return Saved(path, num_bytes, stall, pending.write_seconds, removed)
@@ -232,14 +232,14 @@ class CheckpointManager:
     def _discard(self, partial: Path) -> None:
         on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
 
-    def _remove_retired(self, before: threading.Thread | None) -> None:
+    def _remove_retired(self, before: BackgroundWork[None] | None) -> None:
         yield_to_training()
         if before is not None:
-            before.join()
+            before.wait()
         names.remove_retired(self.folder)
 
     def await_removal(self) -> None:
         """Wait until retired checkpoints are gone from the disk."""
         if self._removal is not None:
-            self._removal.join()
+            self._removal.wait()
             self._removal = None

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megagrpo.checkpoint.checksummed_file import ChecksummedFile, FileContents, write_file
 from megagrpo.checkpoint.manifest import FileRecord
 from megagrpo.checkpoint.plan import ShardPlan
+from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import all_gather_metadata
 
 NICENESS = 10  # of the thread: where cores are scarce, training gets ten times as much of them
@@ -59,13 +60,11 @@ class ShardWriter:
         """
         self.folder, self.plan, self.own_files = folder, plan, dict(own_files)
         self.outcome = WriteOutcome()
-        self._thread: threading.Thread | None = None
+        self._work: BackgroundWork[None] | None = None
 
     def start(self) -> None:
         """Start the thread."""
-        # an exit does not wait: half a save is no save
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._work = BackgroundWork(self._run, "checkpoint")
 
     def _run(self) -> None:
         yield_to_training()
@@ -74,12 +73,12 @@ class ShardWriter:
     @property
     def is_done(self) -> bool:
         """Say whether this rank has written its part, or failed to."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._work is None or self._work.wait(seconds=0.0)
 
     def wait(self) -> None:
         """Wait for this rank's part."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._work is not None:
+            self._work.wait()
 
     def write(self) -> None:
         """Write this rank's part; never raises, see `outcome`."""
