@@ -1,7 +1,7 @@
 """What the pool and its workers say to each other: JSON objects, told apart by `kind`.
 
-Both sides distrust nothing but the replies: reward code runs in the worker and can write whatever it likes
-into the socket. `replies.py` reads them strictly, and nothing in them names code.
+Requests are trusted, replies are not: reward code runs in the worker and can write whatever it likes into the
+socket. `replies.py` reads them strictly, and nothing in them names code.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megagrpo.errors import UserError
+from megagrpo.rewards import frames
 from megagrpo.types import Completion, Prompt
 
 _STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}  # how pydantic reads the replies
@@ -118,11 +119,11 @@ def encode_request(request: Request) -> bytes:
     """Return a request as JSON, each prompt once. Routed experts are left out: no reward needs them.
 
     Raises:
-        UserError: a prompt's column holds what JSON has no type for.
+        UserError: a prompt's column holds what JSON has no type for, or the request is too long.
     """
     prompts = list({id(prompt): prompt for prompt in request.prompts}.values())
     place = {id(prompt): number for number, prompt in enumerate(prompts)}
-    return json.dumps(
+    body = json.dumps(
         {
             "reward": request.reward,
             "prompts": [_describe_prompt(prompt) for prompt in prompts],
@@ -130,6 +131,12 @@ def encode_request(request: Request) -> bytes:
             "completions": [_describe_completion(completion) for completion in request.completions],
         }
     ).encode()
+    if len(body) > frames.MAX_REQUEST_BYTES:
+        raise UserError(
+            f"rewards: prompt {prompts[0].id}: its columns and {len(request.completions)} completions are "
+            f"{len(body)} bytes; {frames.MAX_REQUEST_BYTES} can be handed to a reward"
+        )
+    return body
 
 
 def decode_request(body: bytes) -> Request:

@@ -2,7 +2,7 @@ r"""What a number is: the grammar of plain numbers, read exactly.
 
 number   = [sign] [currency] [sign] amount [scale] [unit] | amount "%"
 amount   = integer [" "] fraction | fraction | decimal [exponent] | "10^" integer
-decimal  = digits ["." digits] | "." digits         digits may be grouped in threads of three by , or a space
+decimal  = digits ["." digits] | "." digits      digits may stand in groups of three, with "," or " " between
 fraction = integer "/" integer | \frac{decimal}{decimal}
 exponent = "e" integer | ("*", "x", "\times", "\cdot") "10^" integer
 scale    = "k" | "hundred" | "thousand" | "million" | "billion" | "trillion"

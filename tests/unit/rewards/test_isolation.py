@@ -15,6 +15,7 @@ import pytest
 
 from megagrpo.config.schema import RewardConfig
 from megagrpo.errors import UserError
+from megagrpo.rewards import frames
 
 SCORE = "return [float(len(completion)) for completion in completions]"
 
@@ -168,8 +169,10 @@ while not (os.path.exists(pid_file) and open(pid_file).read()):
 @pytest.mark.parametrize("end", ["close", "time-out", "exit"])
 def test_daemons_that_a_reward_forked_end_with_its_worker(open_pool, write_reward, make_group, tmp_path, end):
     then = {"close": SCORE, "time-out": "time.sleep(600)", "exit": "os._exit(3)"}[end]
-    pid_file = tmp_path / "pids"
-    pool = open_pool(write_reward(FORK_AWAY.format(pid_file=str(pid_file), then=then)), timeout_seconds=3.0)
+    pid_file, seconds = tmp_path / "pids", 5.0 if end == "time-out" else 60.0
+    pool = open_pool(
+        write_reward(FORK_AWAY.format(pid_file=str(pid_file), then=then)), timeout_seconds=seconds
+    )
     (reward,) = pool.score(*make_group("a"))
     assert reward.outcome == {"close": "ok", "time-out": "timeout", "exit": "crash"}[end]
     if end == "close":
@@ -212,7 +215,7 @@ def test_a_request_larger_than_the_sockets_buffer_to_a_frozen_worker_times_out(
     started = time.monotonic()
     (reward,) = pool.score(*make_group("x" * 30_000_000))
     assert reward.outcome == "timeout"
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 30.0
     assert wait_until_gone(worker)
 
 
@@ -256,13 +259,12 @@ def test_a_reward_that_scores_nothing_stops_the_run_long_before_all_its_time_out
 ):
     pool = open_pool(write_reward("time.sleep(60)"), timeout_seconds=0.2, outage_seconds=1.5)
     groups = [make_group(*"abcd", prompt_id=number) for number in range(16)]
-    started = time.monotonic()
     with pytest.raises(UserError, match=r"scorer outage: .*first failure: timeout: took over 0\.2 s"):
         pool.score(
             [prompt for prompts, _ in groups for prompt in prompts],
             [completion for _, completions in groups for completion in completions],
         )
-    assert time.monotonic() - started < 15.0  # all of them would be 16 + 64 time-outs and new workers
+    assert pool.replaced_workers <= 16  # all of them would be 16 + 64 time-outs
 
 
 def test_one_prompt_that_nothing_scores_is_no_outage(open_pool, write_reward, make_group):
@@ -284,6 +286,16 @@ def test_a_column_that_json_has_no_type_for_is_named(open_pool, make_group, valu
     with pytest.raises(UserError, match=problem) as caught:
         open_pool("format").score(*make_group("a", when=value))
     assert str(caught.value).startswith("rewards: prompt 0, column 'when': ")
+
+
+def test_a_request_that_is_too_long_is_told_with_its_prompt(open_pool, make_group, monkeypatch):
+    pool = open_pool("format")
+    monkeypatch.setattr(frames, "MAX_REQUEST_BYTES", 2000)
+    assert pool.score(*make_group("a"))[0].outcome == "ok"
+    with pytest.raises(
+        UserError, match=r"prompt 4: its columns and 1 completions are \d+ bytes; 2000 can be"
+    ):
+        pool.score(*make_group("a", prompt_id=4, notes="x" * 2000))
 
 
 def test_an_option_that_json_has_no_type_for_is_named(open_pool):
