@@ -124,6 +124,8 @@ class Trainer:
         with self.timers.phase("update"), self.engine_rests():
             accepted = self.gate.accepts_rewards(metrics.get(names.REWARD))
             result = self._update(rollouts) if accepted else UpdateResult({})
+        # the schedule counts a step's updates whether or not there was anything to train
+        self.state.updates += self.updater.config.update.updates_per_step
         with self.timers.phase("rollout"):
             self.pipeline.wait()  # the engine's weights are overwritten next
         with self.timers.phase("publish"):
@@ -186,7 +188,6 @@ class Trainer:
         self._is_step_untouched = not any(update.applied for update in result.applied)
         nonfinite = self.gate.count_nonfinite(self.state.nonfinite_in_a_row, result.applied)
         self.state.nonfinite_in_a_row = nonfinite
-        self.state.updates += len(result.applied)
         return result
 
     def _before_apply(

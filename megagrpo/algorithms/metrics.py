@@ -7,7 +7,7 @@ before.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,6 +110,21 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
         for name, metric in part.items():
             merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
+
+
+def summarize_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Return the mean over several updates of each metric that is a sum over an update's tokens (losses),
+    and the largest as `NAME_max`. Other metrics are merged over the tokens of all updates.
+    """
+    values: dict[str, list[float]] = {}
+    for update in updates:
+        for name, metric in update.items():
+            if metric.reduction == "sum" and (result := metric.result()) is not None:
+                values.setdefault(name, []).append(result)
+    means = {name: sum(entries) / len(entries) for name, entries in values.items()}
+    if len(updates) < 2:
+        return means
+    return means | {f"{name}_max": max(entries) for name, entries in values.items()}
 
 
 def finalize_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -17,15 +17,16 @@ class RouterLoads:
             module.layer_number - 1: module for module in modules if isinstance(module, SequenceRouter)
         }
 
-    def take(self) -> dict[str, float]:
-        """Return the metrics of the sequences trained since the last call, and start anew. Collective over
+    def take(self, updates: int) -> dict[str, float]:
+        """Return the metrics of the sequences trained in the last `updates`, and start anew. Collective over
         all ranks.
 
         expert_load_ratio/layer_K: tokens of the busiest expert of layer K over the mean of its experts; 1 is
         even, E / top-k the worst.
         expert_load_ratio: the largest of them.
         expert_idle_fraction: experts of all layers that got no token.
-        router_aux_loss: sum over updates and layers, coefficient included; only where there is a coefficient.
+        router_aux_loss: sum over layers, mean over updates, coefficient included; only where there is
+        one.
         """
         experts = self.model.hf.num_experts
         totals = torch.zeros(self.model.hf.num_layers, experts + 1, dtype=torch.float64)
@@ -45,5 +46,5 @@ class RouterLoads:
                 "expert_idle_fraction": float((loads == 0).double().mean()),
             }
         if self.model.config.moe_aux_loss_coeff:
-            metrics["router_aux_loss"] = float(totals[:, experts].sum())
+            metrics["router_aux_loss"] = float(totals[:, experts].sum()) / max(1, updates)
         return metrics

@@ -15,7 +15,7 @@ import torch
 
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.algorithms.checks import check_logprobs
-from megagrpo.algorithms.metrics import Metric, finalize_metrics, merge_metrics
+from megagrpo.algorithms.metrics import Metric, finalize_metrics, merge_metrics, summarize_updates
 from megagrpo.config.schema import Config
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.parallel.layout import ParallelLayout
@@ -97,7 +97,7 @@ class PolicyUpdater:
         Args:
             rollouts: the groups.
             weight_version: of the actor now: what the age of a completion is counted from.
-            learning_rate: of the k-th update of this step.
+            learning_rate: of the k-th update of this step; one without anything to train is counted too.
             before_apply: called before an update is applied; may raise to stop the run with the weights
                 untouched.
             before_pass: called before each pass of micro-batches through the pipeline, until an update is
@@ -131,8 +131,8 @@ class PolicyUpdater:
         applied: list[AppliedUpdate] = []
         trained_tokens = 0
         gap: LogprobGap | None = None
-        for _ in range(self.config.update.epochs_per_step):
-            for mini_batch in mini_batches:
+        for epoch in range(self.config.update.epochs_per_step):
+            for place, mini_batch in enumerate(mini_batches):
                 if not mini_batch.batches:
                     continue
                 terms = SequenceTerms(advantage_of, self._token_weights(mini_batch, lengths), ages)
@@ -157,13 +157,16 @@ class PolicyUpdater:
                     before_apply(
                         finalize_metrics(merge_metrics([mismatch, metrics])), None if applied else gap
                     )
-                applied.append(self.actor.apply_gradients(learning_rate(len(applied)), accepts))
+                applied.append(
+                    self.actor.apply_gradients(learning_rate(epoch * len(mini_batches) + place), accepts)
+                )
                 collected.append(metrics)
                 trained_tokens += sum(lengths[key] for key in mini_batch.keys)
         self.actor.gather_parameters()
         metrics = finalize_metrics(merge_metrics([*collected, before, mismatch]))
+        metrics |= summarize_updates(collected)
         if self.router_loads:
-            metrics |= self.router_loads.take()
+            metrics |= self.router_loads.take(len(applied))
         if "ref_kl" in metrics:
             self.algorithm.update_kl(metrics["ref_kl"])
         return UpdateResult(

@@ -7,13 +7,14 @@ only as many prompts as are missing. All decisions are functions of all-gathered
 decides alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megagrpo.algorithms.advantages.base import find_equal_rewards
-from megagrpo.config.algorithm import DynamicSamplingConfig
+from megagrpo.algorithms.overlong import mask_overlong
+from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.rollout.failed_scores import ScoreCounts, count_scores
-from megagrpo.rollout.rollouts import StepRollouts, concatenate, select_groups
+from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts, concatenate, select_groups
 
 
 @dataclass(frozen=True)
@@ -25,23 +26,31 @@ class SamplingCounts:
     refills: int
     generated_tokens: int
     scores: ScoreCounts = field(default_factory=ScoreCounts)  # of all rounds
+    sampled: Sequence[CompletionRecord] = ()  # of all rounds, those of dropped groups too
 
 
-def informative_groups(rollouts: StepRollouts) -> list[int]:
-    """Return the groups whose valid completions do not all have the same reward."""
-    equal = find_equal_rewards(rollouts.field_matrix("reward"), rollouts.valid)
+def informative_groups(rollouts: StepRollouts, masks_overlong: bool = False) -> list[int]:
+    """Return the groups whose valid completions do not all have the same reward.
+
+    Args:
+        masks_overlong: completions that were cut are not valid, as in the loss.
+    """
+    valid = rollouts.valid
+    if masks_overlong:
+        valid = mask_overlong(valid, rollouts.cut_by_length)
+    equal = find_equal_rewards(rollouts.field_matrix("reward"), valid)
     return [group for group in range(len(rollouts.prompts)) if not equal[group]]
 
 
 def collect_groups(
-    generate: Callable[[int, int], StepRollouts], wanted: int, config: DynamicSamplingConfig
+    generate: Callable[[int, int], StepRollouts], wanted: int, config: AlgorithmConfig
 ) -> tuple[StepRollouts, SamplingCounts]:
     """Return the step's groups.
 
     Args:
         generate: (number of prompts, refill round) -> their rollouts.
         wanted: groups of a full step.
-        config: on or off, and the bound on refills.
+        config: dynamic sampling on or off, its bound on refills, and whether overlong completions are masked.
 
     Returns:
         The groups that train (fewer than `wanted`, perhaps none, where the bound was reached), and counts
@@ -53,17 +62,27 @@ def collect_groups(
     rollouts = generate(wanted, 0)
     scores = count_scores(rollouts)
     scores.require_any("the step")  # every rank decides alike
-    tokens = sum(record.length for record in rollouts.records.values())
-    if not config.enabled:
-        return rollouts, SamplingCounts(wanted, 0, 0, tokens, scores)
-    kept = select_groups(rollouts, informative_groups(rollouts))
+    sampled = list(rollouts.records.values())
+    if not config.dynamic_sampling.enabled:
+        return rollouts, SamplingCounts(wanted, 0, 0, count_tokens(sampled), scores, sampled)
+
+    def keep(some: StepRollouts) -> StepRollouts:
+        return select_groups(some, informative_groups(some, config.overlong.mask))
+
+    kept = keep(rollouts)
     generated, refills = wanted, 0
-    while len(kept.prompts) < wanted and refills < config.max_refills:
+    while len(kept.prompts) < wanted and refills < config.dynamic_sampling.max_refills:
         refills += 1
         missing = wanted - len(kept.prompts)
         rollouts = generate(missing, refills)
         generated += missing
         scores += count_scores(rollouts)
-        tokens += sum(record.length for record in rollouts.records.values())
-        kept = concatenate([kept, select_groups(rollouts, informative_groups(rollouts))])
-    return kept, SamplingCounts(generated, generated - len(kept.prompts), refills, tokens, scores)
+        sampled += rollouts.records.values()
+        kept = concatenate([kept, keep(rollouts)])
+    dropped = generated - len(kept.prompts)
+    return kept, SamplingCounts(generated, dropped, refills, count_tokens(sampled), scores, sampled)
+
+
+def count_tokens(records: Sequence[CompletionRecord]) -> int:
+    """Return the tokens of all completions."""
+    return sum(record.length for record in records)

@@ -1,8 +1,10 @@
 """The numbers that a step's rollouts are reported by."""
 
-from megagrpo.rollout.dynamic_sampling import SamplingCounts
+from collections.abc import Sequence
+
+from megagrpo.rollout.dynamic_sampling import SamplingCounts, count_tokens
 from megagrpo.rollout.failed_scores import failed_fractions, mean_parts
-from megagrpo.rollout.rollouts import StepRollouts
+from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts
 from megagrpo.telemetry import names
 
 
@@ -11,7 +13,11 @@ def compute_rollout_metrics(
 ) -> dict[str, float]:
     """Return rewards, lengths, versions and counts of one step, the same on all ranks.
 
+    `reward/...` and `rollout/...` are of all that was sampled, `update/...` of the groups that train.
+
     Args:
+        rollouts: the groups that train.
+        counts: what it took to find them, with the records of all that was sampled.
         weight_version: of the actor that is about to train on them.
     """
     records = list(rollouts.records.values())
@@ -30,10 +36,18 @@ def compute_rollout_metrics(
             sum(ages) / len(ages),
             max(ages),
         )
-        metrics[names.REWARD] = sum(record.reward.value for record in records) / len(records)
-        metrics |= mean_parts([record.reward for record in records])
-        metrics["rollout/completion_tokens"] = sum(record.length for record in records) / len(records)
-        metrics["rollout/cut_by_length_fraction"] = sum(
-            record.finish_reason == "length" for record in records
-        ) / len(records)
+        metrics[names.TRAINED_REWARD] = mean_reward(records)
+        metrics["update/completion_tokens"] = count_tokens(records) / len(records)
+    if counts.sampled:
+        sampled = counts.sampled
+        metrics[names.REWARD] = mean_reward(sampled)
+        metrics |= mean_parts([record.reward for record in sampled])
+        metrics["rollout/completion_tokens"] = count_tokens(sampled) / len(sampled)
+        cut = sum(record.finish_reason == "length" for record in sampled)
+        metrics["rollout/cut_by_length_fraction"] = cut / len(sampled)
     return metrics
+
+
+def mean_reward(records: Sequence[CompletionRecord]) -> float:
+    """Return the mean reward of some completions."""
+    return sum(record.reward.value for record in records) / len(records)

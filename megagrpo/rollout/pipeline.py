@@ -65,9 +65,7 @@ class RolloutPipeline:
             first_index = refill * rollout.prompts_per_step * rollout.completions_per_prompt
             return self.generator.generate(self._request(step, self.sampler.next(count), first_index))
 
-        rollouts, counts = collect_groups(
-            generate, rollout.prompts_per_step, self.config.algorithm.dynamic_sampling
-        )
+        rollouts, counts = collect_groups(generate, rollout.prompts_per_step, self.config.algorithm)
         self._check_ages(step, rollouts, weight_version)
         self._position, self._next_step = self.sampler.state(), step + 1
         if self._ahead and step < self.config.run.steps:

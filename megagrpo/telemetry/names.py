@@ -2,9 +2,12 @@
 summary and report show them.
 """
 
-REWARD = "reward/mean"
-LOSS = "loss/total"
-GRAD_NORM = "optimizer/grad_norm"
+REWARD = "reward/mean"  # of all that the step sampled; that of the groups that train is TRAINED_REWARD
+TRAINED_REWARD = "update/reward_mean"
+LOSS = "loss/total"  # mean over the step's updates
+LARGEST_LOSS = "loss/total_max"  # of several updates
+GRAD_NORM = "optimizer/grad_norm"  # mean over the step's updates, before clipping
+LARGEST_GRAD_NORM = "optimizer/grad_norm_max"  # of several updates
 LOGPROB_GAP = (
     # largest |engine - actor| log-prob before a step's first update, of what the actor's own weights sampled
     "rollout/max_logprob_gap"

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from megagrpo.algorithms.metrics import declare_metric, finalize_metrics, measure, merge_metrics
+from megagrpo.algorithms.metrics import (
+    declare_metric,
+    finalize_metrics,
+    measure,
+    merge_metrics,
+    summarize_updates,
+)
 
 VALUES = torch.tensor([3.0, -1.0, 4.0, 1.0, -5.0])
 
@@ -54,3 +60,11 @@ def test_metric_cannot_be_declared_twice_with_different_reductions():
     declare_metric("ratio", "mean", "actor / old probability of the sampled tokens")
     with pytest.raises(ValueError, match="ratio"):
         declare_metric("ratio", "max", "something else")
+
+
+def test_losses_of_several_updates_are_reported_by_mean_and_largest():
+    """A step of two mini-batches has no larger loss than one of a single one."""
+    updates = [{"loss": measure("loss", torch.tensor([value]))} for value in (1.0, 4.0)]
+    assert summarize_updates(updates) == {"loss": 2.5, "loss_max": 4.0}
+    assert summarize_updates(updates[:1]) == {"loss": 1.0}
+    assert summarize_updates([{"ratio": measure("ratio", torch.tensor([1.0]))}] * 2) == {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagrpo.config.algorithm import DynamicSamplingConfig
+from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import UserError
 from megagrpo.rollout.dynamic_sampling import collect_groups
 from megagrpo.rollout.failed_scores import count_scores, failed_fractions, mean_parts
@@ -45,14 +45,14 @@ def test_a_step_without_any_score_stops_the_run_with_the_first_cause(enabled):
         collect_groups(
             lambda count, refill: rollouts([TIMEOUT, TIMEOUT], [CRASH, CRASH]),
             2,
-            DynamicSamplingConfig(enabled=enabled),
+            AlgorithmConfig(dynamic_sampling={"enabled": enabled}),
         )
 
 
 def test_dynamic_sampling_counts_the_failures_of_groups_that_it_drops():
     rounds = [rollouts([TIMEOUT, TIMEOUT], [right(0.0), right(1.0)]), rollouts([right(1.0), right(0.0)])]
     kept, counts = collect_groups(
-        lambda count, refill: rounds[refill], 2, DynamicSamplingConfig(enabled=True)
+        lambda count, refill: rounds[refill], 2, AlgorithmConfig(dynamic_sampling={"enabled": True})
     )
     assert len(kept.prompts) == 2
     assert (counts.scores.failed, counts.scores.total) == (2, 6)
