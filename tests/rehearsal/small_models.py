@@ -101,7 +101,7 @@ def build_model(
     hf = read_hf_config(folder)
     config = build_transformer_config(hf, groups, precision, sp=groups.tp.size() > 1, use_te=use_te, **fields)
     stage = build_stage_model(hf, config, groups, DEVICE, use_te)
-    for name, rule, _, parameter in sorted(stage.named_rules(), key=lambda row: row[0]):
+    for name, rule, *_, parameter in sorted(stage.named_rules(), key=lambda row: row[0]):
         generator = torch.Generator().manual_seed(
             zlib.crc32(f"{name} {groups.tp_rank if rule.split_dimension is not None else 0}".encode())
         )

@@ -22,11 +22,11 @@ def _tensors(it: Rehearsed) -> dict[str, torch.Tensor]:
     """Every parameter and optimizer tensor by its canonical name."""
     found = {}
     for chained in it.actor.optimizer.chained_optimizers:
-        for name, _, _, parameter in it.actor.model.named_rules():
+        for name, *_, parameter in it.actor.model.named_rules():
             if parameter in chained.model_param_group_index_map:
                 states = chained._get_main_param_and_optimizer_states(parameter)
                 found |= {f"{name} {key}": value.clone() for key, value in states.items() if value.ndim}
-    found |= {name: parameter.detach().clone() for name, _, _, parameter in it.actor.model.named_rules()}
+    found |= {name: parameter.detach().clone() for name, *_, parameter in it.actor.model.named_rules()}
     return found
 
 

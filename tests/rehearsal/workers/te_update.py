@@ -76,7 +76,7 @@ def weight_gradients_in_float32():
     def act(it):
         it.forward_backward()
         rows = [row for row in it.actor.model.named_rules() if "linear_qkv.weight" in row[0]]
-        weight = rows[0][3]
+        weight = rows[0][-1]
         exact = weight.main_grad == weight.main_grad.bfloat16().float()
         return {"dtype": str(weight.main_grad.dtype), "bfloat16_values": float(exact.float().mean())}
 
