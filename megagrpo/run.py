@@ -16,7 +16,7 @@ from megagrpo.config.schema import Config
 from megagrpo.engines.base import asleep
 from megagrpo.errors import UserError
 from megagrpo.evaluation.evaluator import Evaluator
-from megagrpo.models.hf_files import write_hf_folder
+from megagrpo.models.hf_export import export_dtype, write_hf_folder
 from megagrpo.parallel.groups import destroy_groups
 from megagrpo.policy.logprob_gap import LogprobGapGate, warning_bound
 from megagrpo.policy.schedule import learning_rate
@@ -132,7 +132,9 @@ def export_model(config: Config, exporter: WeightExporter, is_first: bool) -> No
         return
     target = Path(config.run.dir) / "hf"
     try:
-        write_hf_folder(exporter.tensors(), hf_folder_of(config.model.path), target)
+        source = hf_folder_of(config.model.path)
+        dtype = export_dtype(config.export.dtype, source)
+        write_hf_folder(exporter.tensors(), source, target, dtype, config.model.tokenizer)
     except OSError as error:
         raise UserError(
             f"run.export_hf: {target}: {error.strerror or error}; the weights are in the newest checkpoint, "

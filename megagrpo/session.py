@@ -19,7 +19,7 @@ from megagrpo.engines.replicas import build_rollout_engine, owner_of_replica, re
 from megagrpo.engines.server.engine import RemoteEngine
 from megagrpo.errors import UserError
 from megagrpo.fleet.recovery import RecoveringPublisher, ReplicaRecovery
-from megagrpo.models.family import read_hf_config
+from megagrpo.models.hf_config import read_hf_config
 from megagrpo.models.hf_files import check_no_unknown_tensors
 from megagrpo.models.precision import build_precision
 from megagrpo.models.spec import uses_transformer_engine

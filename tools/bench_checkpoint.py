@@ -74,7 +74,7 @@ class Rank:
 
         from megagrpo.checkpoint.shards import ShardCollector
         from megagrpo.config.schema import OptimizerConfig
-        from megagrpo.models.family import read_hf_config
+        from megagrpo.models.hf_config import read_hf_config
         from megagrpo.models.precision import build_precision
         from megagrpo.models.stage import build_stage_model
         from megagrpo.models.transformer_config import build_transformer_config

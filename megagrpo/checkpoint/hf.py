@@ -23,8 +23,9 @@ def convert_hf_to_megatron(source: str | Path, target: str | Path, tp: int = 1, 
         UserError: an HF folder that cannot be read, or a target that exists.
     """
     model = _load(Path(source), tp, pp)
+    from megagrpo.models.hf_export import copy_hf_files
     from megagrpo.models.hf_files import check_no_unknown_tensors
-    from megagrpo.models.megatron_files import copy_hf_files, save_megatron_model
+    from megagrpo.models.megatron_files import save_megatron_model
 
     check_no_unknown_tensors(model, source)
     staging = _stage(Path(target))
@@ -49,12 +50,13 @@ def convert_megatron_to_hf(source: str | Path, target: str | Path, tp: int = 1, 
     if Path(target).exists():
         raise UserError(f"{target}: exists already; choose a new folder")
     model = _load(Path(source), tp, pp)
-    from megagrpo.models.hf_files import write_hf_folder
+    from megagrpo.models.hf_export import export_dtype, write_hf_folder
     from megagrpo.weights.export import WeightExporter
 
     tensors = WeightExporter(model).tensors()
     if dist.get_rank() == 0:
-        write_hf_folder(tensors, Path(source) / "hf_files", target)
+        source_files = Path(source) / "hf_files"
+        write_hf_folder(tensors, source_files, target, export_dtype("source", source_files))
     else:
         for _ in tensors:  # takes part in the collectives; the first rank writes
             pass
@@ -64,7 +66,7 @@ def convert_megatron_to_hf(source: str | Path, target: str | Path, tp: int = 1, 
 def _load(source: Path, tp: int, pp: int):
     device = device_module.setup()
     from megagrpo.config.model_folder import hf_folder_of
-    from megagrpo.models.family import read_hf_config
+    from megagrpo.models.hf_config import read_hf_config
     from megagrpo.models.precision import build_precision
     from megagrpo.models.stage import load_stage_model
     from megagrpo.models.transformer_config import build_transformer_config

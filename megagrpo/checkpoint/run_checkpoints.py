@@ -2,7 +2,6 @@
 is due.
 """
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,8 +31,7 @@ from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
 from megagrpo.errors import UserError
-from megagrpo.models.hf_files import TOKENIZER_PATTERNS
-from megagrpo.models.megatron_files import copy_hf_files
+from megagrpo.models.hf_export import copy_hf_files, export_dtype
 from megagrpo.models.stage import StageModel
 from megagrpo.policy.actor import Actor
 from megagrpo.telemetry import names
@@ -244,24 +242,25 @@ class RunCheckpoints:
         """
         if not (self.settings.hf_every and step % self.settings.hf_every == 0):
             return dict, lambda folder: self._copy_hf_files(folder / "hf_files")
+        dtype = export_dtype(self.config.export.dtype, self.hf_folder)
 
         def collect() -> Mapping[str, FileContents]:
             return collect_share(
-                self._tensors(), self.manager.collector.staging, self.groups.rank, self.groups.world_size
+                self._tensors(),
+                self.manager.collector.staging,
+                self.groups.rank,
+                self.groups.world_size,
+                dtype=dtype,
             )
 
         def copy_files(folder: Path) -> None:
             self._copy_hf_files(folder / "hf_files")
-            shutil.copytree(folder / "hf_files", folder / FOLDER, dirs_exist_ok=True)
+            self._copy_hf_files(folder / FOLDER, dtype)
 
         return collect, copy_files
 
-    def _copy_hf_files(self, target: Path) -> None:
-        copy_hf_files(self.hf_folder, target)
-        if self.config.model.tokenizer is not None:
-            for pattern in TOKENIZER_PATTERNS:
-                for path in Path(self.config.model.tokenizer).glob(pattern):
-                    shutil.copy(path, target / path.name)
+    def _copy_hf_files(self, target: Path, dtype: torch.dtype | None = None) -> None:
+        copy_hf_files(self.hf_folder, target, self.config.model.tokenizer, dtype)
 
     def _describe_reference(self) -> Mapping | None:
         if self.reference is None:

@@ -488,6 +488,14 @@ class SpikesConfig(Section):
     max_roll_backs: PositiveInt = Field(3, description="one more ends the run")
 
 
+class ExportConfig(Section):
+    """HF folders of the trained weights: DIR/hf, and those in checkpoints."""
+
+    dtype: Annotated[Literal["source", "float32", "bfloat16"], FREE] = Field(
+        "source", description="of the tensors and in config.json; source: what the model's config.json names"
+    )
+
+
 class Config(Section):
     """A run, fully described."""
 
@@ -505,6 +513,7 @@ class Config(Section):
     rewards: RewardsConfig
     evaluation: Annotated[EvaluationConfig, FREE] = EvaluationConfig()
     checkpoint: Annotated[CheckpointConfig, FREE] = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
     telemetry: Annotated[TelemetryConfig, FREE] = TelemetryConfig()
     watchdog: Annotated[WatchdogConfig, FREE] = WatchdogConfig()
     spikes: Annotated[SpikesConfig, FREE] = SpikesConfig()

@@ -1,14 +1,12 @@
-"""Reads a rank's slices of the tensors in an HF folder; writes an HF folder from a stream of full tensors."""
+"""Reads a rank's slices of the tensors in an HF folder."""
 
 import json
-import shutil
-from collections.abc import Iterable
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from megagrpo.errors import UserError
 from megagrpo.models.family import checkpoint_tensors
@@ -18,16 +16,8 @@ from megagrpo.models.stacked_experts import StackedExpertSlice, stacked_rules
 if TYPE_CHECKING:
     from megagrpo.models.stage import StageModel
 
-MAX_SHARD_BYTES = 5 * 2**30  # size of one safetensors file of an export, as on the Hugging Face hub
-TOKENIZER_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-)
+
+TIED_HEAD = "lm_head.weight"  # where some folders store the embedding again
 
 
 class SafetensorsFolder:
@@ -38,8 +28,7 @@ class SafetensorsFolder:
         self._handles: dict[Path, Any] = {}
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
-            self._file_of = {name: self.folder / file for name, file in weight_map.items()}
+            self._file_of = {name: self.folder / file for name, file in _read_index(index).items()}
         else:
             single = self.folder / "model.safetensors"
             self._file_of = {name: single for name in self._open(single).keys()}  # noqa: SIM118 (a safetensors handle is not a dict)
@@ -65,12 +54,29 @@ class SafetensorsFolder:
             UserError: no file has it.
         """
         if name not in self._file_of:
-            raise UserError(f"model.path: {self.folder}: tensor {name} is missing")
+            hint = " (config.json says tie_word_embeddings false)" if name == TIED_HEAD else ""
+            raise UserError(f"model.path: {self.folder}: tensor {name} is missing{hint}")
         path = self._file_of[name]
         try:
             return self._open(path).get_slice(name)
         except SafetensorError:
             raise UserError(f"model.path: {path}: tensor {name} is missing") from None
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file that holds each tensor.
+
+    Raises:
+        UserError: it is not an index, or names a file of another folder.
+    """
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(file) for file in weight_map.values()}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"model.path: {path}: not an index ({type(error).__name__}: {error})") from None
+    if outside := sorted(name for name in names if Path(name).name != name or name == ".."):
+        raise UserError(f"model.path: {path}: names {outside[0]!r}, which is not a file of this folder")
+    return weight_map
 
 
 def open_tensor(
@@ -142,65 +148,35 @@ def check_no_unknown_tensors(model: "StageModel", folder: str | Path) -> None:
     Raises:
         UserError: names the first of them.
     """
+    source = SafetensorsFolder(folder)
     known = {tensor.name for tensor in checkpoint_tensors(model.hf)} | stacked_rules(model.hf).keys()
     # some exports store the tied head twice
-    ignored = {"lm_head.weight"} if model.hf.tie_word_embeddings else set()
-    unknown = {
-        name
-        for name in SafetensorsFolder(folder).names() - known - ignored
-        if not name.endswith("rotary_emb.inv_freq")
-    }
+    ignored = {TIED_HEAD} if model.hf.tie_word_embeddings else set()
+    unknown = {name for name in source.names() - known - ignored if not name.endswith("rotary_emb.inv_freq")}
     if unknown:
+        first = min(unknown)
+        layer = re.search(r"\.layers\.(\d+)\.", first)
+        says = "a field of config.json may say that it is not there"
+        if layer and int(layer[1]) >= model.hf.num_layers:
+            says = f"config.json says num_hidden_layers {model.hf.num_layers}"
         raise UserError(
             f"model.path: {folder}: {len(unknown)} tensors that family {model.hf.model_type!r} does not "
-            f"know, first: {min(unknown)}"
+            f"know, first: {first} ({says})"
         )
+    if ignored & source.names():
+        _check_tied(model, source)
 
 
-def write_hf_folder(
-    tensors: Iterable[tuple[str, torch.Tensor]], source: str | Path, target: str | Path
-) -> None:
-    """Write full HF tensors as safetensors files of at most 5 GiB, with the config and tokenizer of `source`.
-
-    The folder appears complete or not at all: it is written beside its place and moved there by a rename.
+def _check_tied(model: "StageModel", source: SafetensorsFolder) -> None:
+    """Refuse a stored head that differs from the embedding, where config.json says that they are one.
+    Each rank compares a part of the rows.
     """
-    target = Path(target)
-    staging = target.with_name(target.name + ".partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    files: list[tuple[str, list[str]]] = []
-    pending: dict[str, torch.Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        name = f"part-{len(files)}.safetensors"
-        save_file(pending, staging / name, metadata={"format": "pt"})
-        files.append((name, list(pending)))
-        pending.clear()
-
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if pending and sum(t.numel() * t.element_size() for t in pending.values()) + size > MAX_SHARD_BYTES:
-            flush()
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        total += size
-    flush()
-    _name_files(staging, files, total)
-    for pattern in ("config.json", *TOKENIZER_PATTERNS):
-        for path in Path(source).glob(pattern):
-            shutil.copy(path, staging / path.name)
-    shutil.rmtree(target, ignore_errors=True)
-    staging.rename(target)
-
-
-def _name_files(folder: Path, files: list[tuple[str, list[str]]], total_bytes: int) -> None:
-    if len(files) == 1:
-        (folder / files[0][0]).rename(folder / "model.safetensors")
-        return
-    weight_map = {}
-    for number, (part, names) in enumerate(files, 1):
-        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        (folder / part).rename(folder / final)
-        weight_map.update(dict.fromkeys(names, final))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    tied = next(rule for rule in model.rules.rules if rule.is_tied_copy)
+    head, embedding = source.tensor_slice(TIED_HEAD), source.tensor_slice(tied.hf[0])
+    rows, groups = model.hf.vocab_size, model.groups
+    start, stop = (rows * place // groups.world_size for place in (groups.rank, groups.rank + 1))
+    if head.get_shape() != embedding.get_shape() or not torch.equal(head[start:stop], embedding[start:stop]):
+        raise UserError(
+            f"model.path: {source.folder}: tie_word_embeddings: true contradicts the tensors: {TIED_HEAD} "
+            f"and {tied.hf[0]} differ"
+        )

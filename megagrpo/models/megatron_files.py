@@ -6,7 +6,6 @@ FOLDER/hf_files/                    config.json, tokenizer, generation config of
 """
 
 import pickle
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,19 +15,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.device.device import megatron_region
 from megagrpo.errors import UserError
-from megagrpo.models.hf_files import TOKENIZER_PATTERNS
 from megagrpo.models.restricted_pickles import reading_checkpoint
 
 if TYPE_CHECKING:
     from megagrpo.models.stage import StageModel
-
-
-def copy_hf_files(source: Path, target: Path) -> None:
-    """Copy config, tokenizer and generation config of an HF folder (not its weights)."""
-    target.mkdir(parents=True, exist_ok=True)
-    for pattern in ("config.json", *TOKENIZER_PATTERNS):
-        for path in source.glob(pattern):
-            shutil.copy(path, target / path.name)
 
 
 def save_megatron_model(model: "StageModel", folder: Path) -> None:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from megagrpo.config.schema import EngineConfig  # noqa: E402
 from megagrpo.engines import ENGINES  # noqa: E402
 from megagrpo.engines.base import EngineError  # noqa: E402
-from megagrpo.models.family import read_hf_config  # noqa: E402
+from megagrpo.models.hf_config import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.models.stage import load_stage_model  # noqa: E402
 from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402

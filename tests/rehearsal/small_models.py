@@ -18,7 +18,7 @@ DEVICE = device_module.setup()
 from megatron.core import parallel_state  # noqa: E402
 
 from megagrpo.config.schema import OptimizerConfig  # noqa: E402
-from megagrpo.models.family import read_hf_config  # noqa: E402
+from megagrpo.models.hf_config import read_hf_config  # noqa: E402
 from megagrpo.models.precision import Precision  # noqa: E402
 from megagrpo.models.stage import StageModel, build_stage_model  # noqa: E402
 from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402

@@ -17,7 +17,7 @@ from megagrpo.engines.embedded.stopping import StopRule
 from megagrpo.engines.embedded.weights import InPlaceWeights
 from megagrpo.engines.hf_model import build_model, end_token_ids, load_from_folder
 from megagrpo.engines.request_checks import check_request
-from megagrpo.models.family import read_hf_config
+from megagrpo.models.hf_config import read_hf_config
 from megagrpo.models.stacked_experts import stacked_rules
 from megagrpo.types import Completion, Prompt, SamplingParams
 

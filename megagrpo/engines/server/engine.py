@@ -18,7 +18,8 @@ from megagrpo.engines.server.protocol import ServerProtocol
 from megagrpo.engines.server.requests import request_completions
 from megagrpo.engines.server.weights import Ack, ServerWeights
 from megagrpo.errors import UserError
-from megagrpo.models.family import checkpoint_tensors, read_hf_config
+from megagrpo.models.family import checkpoint_tensors
+from megagrpo.models.hf_config import read_hf_config
 from megagrpo.models.quantization import find_mismatch, quantization_config, quantized_shapes
 from megagrpo.types import Completion, Prompt, SamplingParams
 from megagrpo.wire.manifest import BucketManifest

@@ -10,6 +10,8 @@ from megagrpo.models.rules import ParameterRule
 class Qwen2(ModelFamily):
     """Llama with biases on the query, key and value projections."""
 
+    defaults = {"num_key_value_heads": 32}  # noqa: RUF012 (a constant table of the class)
+
     def transformer_config_fields(self, hf: HFConfig) -> dict[str, Any]:
         """Return the QKV bias switch."""
         return {"add_qkv_bias": True}

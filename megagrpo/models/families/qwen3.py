@@ -10,6 +10,8 @@ from megagrpo.models.rules import ParameterRule
 class Qwen3(ModelFamily):
     """Llama with an RMSNorm on each query and key head, and a head size of its own."""
 
+    defaults = {"num_key_value_heads": 32, "head_dim": 128}  # noqa: RUF012 (a constant table of the class)
+
     def transformer_config_fields(self, hf: HFConfig) -> dict[str, Any]:
         """Return the query/key norm switch."""
         return {"qk_layernorm": True}

@@ -4,7 +4,8 @@ from typing import Any
 
 from megagrpo.models.decoder_rules import ModelSizes, block_rules
 from megagrpo.models.families.qwen3 import Qwen3, head_norm_rules
-from megagrpo.models.family import FAMILIES, HFConfig, count_experts
+from megagrpo.models.family import FAMILIES, HFConfig
+from megagrpo.models.hf_config import count_experts
 from megagrpo.models.rules import ParameterRule, Size
 
 
@@ -16,6 +17,7 @@ class Qwen3Moe(Qwen3):
     used: `update.router_aux_loss_coef` says what this run does.
     """
 
+    defaults = {"num_key_value_heads": 4}  # noqa: RUF012 (a constant table of the class)
     # Layers with a dense MLP among the sparse ones would need other rules and another layer spec.
     extra_values = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}  # noqa: RUF012 (a constant table of the class)
     read_fields = frozenset(

@@ -1,6 +1,5 @@
 """Buckets in safetensors files of a folder that trainer and engines both reach: for engines elsewhere."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from megagrpo.models.safetensors_file import safetensors_header
 from megagrpo.weights.transports.base import SLOTS, TransportContext
 from megagrpo.weights.transports.gathering import GatheringTransport
 from megagrpo.wire.manifest import BucketManifest, TensorEntry
-
-_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
 
 
 class DiskTransport(GatheringTransport):
@@ -68,22 +66,18 @@ def lay_out_safetensors(tensors: Sequence[TensorEntry]) -> tuple[bytes, tuple[Te
     A slice of one engine rank is named RANK/NAME there, since the ranks' slices share names; changes to a
     tensor are bytes.
     """
-    header, position = {}, 0
-    for entry in tensors:
-        name = entry.name if entry.rank is None else f"{entry.rank}/{entry.name}"
-        end = position + entry.nbytes
-        dtype, shape = (
-            (_SAFETENSORS_DTYPES[entry.dtype], list(entry.shape))
-            if entry.patches is None
-            else ("U8", [entry.nbytes])
-        )
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header).encode()
-    # the first tensor begins at a multiple of 64, the others at one of their element size
-    text += b" " * (-(8 + len(text)) % 64)
-    placed, position = [], 8 + len(text)
+    header = safetensors_header(
+        {
+            entry.name if entry.rank is None else f"{entry.rank}/{entry.name}": (
+                (getattr(torch, entry.dtype), entry.shape, entry.nbytes)
+                if entry.patches is None
+                else (torch.uint8, (entry.nbytes,), entry.nbytes)
+            )
+            for entry in tensors
+        }
+    )
+    placed, position = [], len(header)
     for entry in tensors:
         placed.append(replace(entry, offset=position))
         position += entry.nbytes
-    return len(text).to_bytes(8, "little") + text, tuple(placed)
+    return header, tuple(placed)

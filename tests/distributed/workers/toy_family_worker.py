@@ -22,13 +22,10 @@ from reported_cases import reported_case  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from megagrpo.models.decoder_rules import ModelSizes  # noqa: E402
-from megagrpo.models.family import (  # noqa: E402
-    FAMILIES,
-    ModelFamily,
-    checkpoint_tensors,
-    read_hf_config,
-)
-from megagrpo.models.hf_files import check_no_unknown_tensors, write_hf_folder  # noqa: E402
+from megagrpo.models.family import FAMILIES, ModelFamily, checkpoint_tensors  # noqa: E402
+from megagrpo.models.hf_config import read_hf_config  # noqa: E402
+from megagrpo.models.hf_export import write_hf_folder  # noqa: E402
+from megagrpo.models.hf_files import check_no_unknown_tensors  # noqa: E402
 from megagrpo.models.megatron_files import load_megatron_model, save_megatron_model  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.models.quantization import quantization_config, quantized_shapes  # noqa: E402

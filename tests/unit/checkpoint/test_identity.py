@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megagrpo.checkpoint.identity import compare, compare_weights, describe_model, describe_tokenizer
-from megagrpo.models.family import read_hf_config
+from megagrpo.models.hf_config import read_hf_config
 
 MODEL = Path("examples/quickstart/model")
 

@@ -7,7 +7,8 @@ import torch
 
 from megagrpo.errors import UserError
 from megagrpo.models import families
-from megagrpo.models.family import FAMILIES, read_hf_config
+from megagrpo.models.family import FAMILIES
+from megagrpo.models.hf_config import read_hf_config
 from megagrpo.models.hf_files import SafetensorsFolder, open_tensor, read_part
 from megagrpo.models.rules import Dimensions
 from megagrpo.models.stacked_experts import stacked_rules

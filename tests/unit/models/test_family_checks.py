@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megagrpo.errors import UserError
-from megagrpo.models.family import read_hf_config
+from megagrpo.models.hf_config import read_hf_config
 
 BASE = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,

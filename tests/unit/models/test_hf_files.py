@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from megagrpo.errors import UserError
-from megagrpo.models.hf_files import SafetensorsFolder, open_tensor, read_part, write_hf_folder
+from megagrpo.models.hf_export import write_hf_folder
+from megagrpo.models.hf_files import SafetensorsFolder, open_tensor, read_part
 from megagrpo.models.rules import Dimensions, ParameterRule, Size
 
 DIMS = Dimensions(num_attention_heads=4, num_query_groups=2, head_dim=2, vocab_size=5, padded_vocab_size=8)
@@ -52,7 +53,7 @@ def test_a_missing_tensor_is_named(tmp_path):
 
 
 def test_export_is_sharded_beyond_the_limit_and_reads_back(tmp_path, monkeypatch):
-    monkeypatch.setattr("megagrpo.models.hf_files.MAX_SHARD_BYTES", 100)
+    monkeypatch.setattr("megagrpo.models.hf_export.MAX_SHARD_BYTES", 100)
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_text("{}")
     tensors = {name: torch.full((5, 3), float(i)) for i, name in enumerate("abc")}

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from megagrpo.errors import UserError
-from megagrpo.models.family import FAMILIES, read_hf_config
+from megagrpo.models.family import FAMILIES
+from megagrpo.models.hf_config import read_hf_config
 
 BASE = {
     "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,

@@ -1,0 +1,170 @@
+"""Reads and checks an HF folder's config.json: every field is read, known to change nothing, or refused, and
+fields that contradict each other are named. Imports no torch.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megagrpo.errors import UserError
+from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily
+from megagrpo.models.rope_fields import read_rope, rope_problems
+
+# Fields of a config.json that do not change the forward pass in training.
+NEUTRAL_FIELDS = {
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
+    "initializer_range",
+    "bos_token_id", "eos_token_id", "pad_token_id", "is_llama_config", "transformers.js_config",
+    "_name_or_path", "sliding_window",
+    "max_window_layers", "output_attentions", "output_hidden_states", "return_dict",
+    "chunk_size_feed_forward",
+    "is_encoder_decoder", "_attn_implementation", "attn_implementation", "id2label", "label2id",
+    "problem_type", "task_specific_params",
+    "unsloth_fixed", "unsloth_version",
+}  # fmt: skip
+# Fields that every family reads.
+READ_FIELDS = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "rope_theta", "rope_scaling",
+    "rope_parameters",
+}  # fmt: skip
+# Fields whose listed values are what the families compute; any other value is refused.
+REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0, 0.0),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "pretraining_tp": (1,),
+    "partial_rotary_factor": (1, 1.0),
+    "quantization_config": (None,),
+    "use_qk_norm": (False,),
+    "use_mrope": (False,),
+    "rope_interleaved": (False,),
+}
+REQUIRED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+# Two names of one thing, of which a file may hold both if they agree.
+SYNONYMS = (("num_experts", "num_local_experts"), ("dtype", "torch_dtype"))
+
+
+def load_config_json(folder: str | Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json.
+
+    Raises:
+        UserError: there is none, or it is not a JSON object.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise UserError(f"model.path: {folder}: no config.json there")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # JSON, UTF-8, or nested without end
+        raise UserError(f"{path}: not valid JSON ({type(error).__name__}: {error})") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return raw
+
+
+def read_hf_config(folder: str | Path) -> HFConfig:
+    """Read and check the config.json of an HF folder.
+
+    Raises:
+        UserError: missing file, unknown family, or fields that are missing, contradict each other, or change
+            the maths and are not supported; one line each.
+    """
+    raw = load_config_json(folder)
+    from megagrpo.models import families
+
+    families.load_all()
+    model_type = str(raw.get("model_type", ""))
+    family = FAMILIES.get(model_type)
+    problems = _missing_fields(raw) or _contradictions(raw) + _unsupported_fields(
+        raw, family
+    ) + rope_problems(raw) + family.check(raw)
+    if problems:
+        raise UserError("\n".join(f"{Path(folder) / 'config.json'}: {problem}" for problem in problems))
+    values = family.defaults | raw
+    rope, heads = read_rope(raw), values["num_attention_heads"]
+    return HFConfig(
+        model_type=model_type,
+        vocab_size=values["vocab_size"],
+        hidden_size=values["hidden_size"],
+        ffn_hidden_size=values["intermediate_size"],
+        num_layers=values["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_query_groups=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+        tie_word_embeddings=values.get("tie_word_embeddings", False),
+        max_position_embeddings=values["max_position_embeddings"],
+        rope_theta=float(rope["rope_theta"]),
+        rope_type=rope["rope_type"],
+        rope_parameters=rope,
+        raw=raw,
+        num_experts=count_experts(raw),
+    )
+
+
+def count_experts(raw: dict[str, Any]) -> int | None:
+    """Return the experts of each layer: transformers 5 writes `num_local_experts`, older versions
+    `num_experts`.
+    """
+    return raw.get("num_local_experts", raw.get("num_experts"))
+
+
+def _missing_fields(raw: dict[str, Any]) -> list[str]:
+    problems = [f"{name}: missing" for name in REQUIRED_FIELDS if raw.get(name) is None]
+    for name in (*REQUIRED_FIELDS, "num_key_value_heads", "head_dim"):
+        value = raw.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            problems.append(f"{name}: {value!r}: must be a whole number above 0")
+    return problems
+
+
+def _contradictions(raw: dict[str, Any]) -> list[str]:
+    problems = []
+    for name, other in SYNONYMS:
+        found = [raw[each] for each in (name, other) if raw.get(each) is not None]
+        values = [str(value).removeprefix("torch.") for value in found]
+        if len(set(values)) > 1:
+            problems.append(f"{name}: {values[0]} contradicts {other}: {values[1]}; keep one of them")
+    heads, groups = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
+    if heads % groups:
+        problems.append(f"num_attention_heads: {heads}: not a multiple of num_key_value_heads {groups}")
+    if raw.get("head_dim") is None and raw["hidden_size"] % heads:
+        problems.append(f"hidden_size: {raw['hidden_size']}: not a multiple of num_attention_heads {heads}")
+    return problems
+
+
+def _unsupported_fields(raw: dict[str, Any], family: ModelFamily) -> list[str]:
+    allowed_values = {**REQUIRED_VALUES, **family.extra_values}
+    problems = []
+    for name, value in raw.items():
+        if name in NEUTRAL_FIELDS or name in READ_FIELDS or name in family.read_fields:
+            continue
+        if value is None or name.startswith("_"):
+            continue  # transformers' own notes, and what is not set
+        if name == "layer_types":
+            kinds = set(map(str, value)) if isinstance(value, list) else {str(value)}
+            if kinds != {"full_attention"}:
+                problems.append(f"layer_types: {sorted(kinds)}: only full_attention is supported")
+        elif name in allowed_values:
+            if value not in allowed_values[name]:
+                allowed = ", ".join(map(repr, allowed_values[name]))
+                problems.append(
+                    f"{name}: {value!r}: changes the forward pass and is not supported (supported: {allowed})"
+                )
+        else:
+            problems.append(
+                f"{name}: {value!r}: not a field that family {raw.get('model_type')!r} knows; "
+                "it could change the forward pass"
+            )
+    return problems
