@@ -67,6 +67,7 @@ class Session:
         """Stop what this rank started."""
         self.generator.rewards.close()  # first: what is in flight then ends at its next score
         self.pipeline.close()
+        self.publisher.close()
         self.generator.engine.close()
         self.actor.close()
         self.lock.release()

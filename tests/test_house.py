@@ -56,7 +56,6 @@ LONG_FUNCTIONS = {
     "policy/update.py run": "to be split with the update's passes",
 }
 UPWARD: dict[tuple[str, str], str] = {
-    ("supervision/run_lock.py", "megagrpo.checkpoint.agreement"): "to be moved to parallel",
     ("engines/replicas.py", "megagrpo.planning.engine_checks"): "to be an attribute of an engine's entry",
 }
 CIRCLES: dict[frozenset[str], str] = {

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megagrpo.checkpoint.agreement import on_first_rank
 from megagrpo.errors import UserError
+from megagrpo.parallel.agreement import on_first_rank
 
 LOCK_FILE = "run.lock"
 RUN_FILES = (LOCK_FILE, "config.yaml", "metrics.jsonl", "log.txt", "summary.json", "roll_backs.jsonl")
@@ -88,7 +88,7 @@ def hold_run_folder(run_dir: Path) -> RunLock:
         check_entries(run_dir)
         lock.acquire()
 
-    on_first_rank(hold)
+    on_first_rank(hold, UserError)
     return lock
 
 

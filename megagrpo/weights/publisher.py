@@ -10,7 +10,8 @@ from time import perf_counter
 from typing import Any
 
 from megagrpo.engines.base import EngineError
-from megagrpo.parallel.groups import all_gather_metadata
+from megagrpo.parallel import agreement
+from megagrpo.parallel.agreement import describe_error
 from megagrpo.weights.export import WeightExporter
 
 
@@ -57,34 +58,18 @@ class Publisher(ABC):
 
 
 def agree(step: Callable[[], Any], what: str) -> list[Any]:
-    """Run `step` on every rank; return all results by rank, or raise on all ranks what failed first.
-    Collective over all ranks.
-
-    A rank that only waited in vain for another one (a time-out of a collective) is named only where nothing
-    else failed.
+    """Run a step of a publish on every rank; see `parallel.agreement.agree`. Collective over all ranks.
 
     Raises:
         PublishError: `step` failed on some rank.
     """
-    result, problem, cause = None, None, None
-    try:
-        result = step()
-    except Exception as error:  # whatever it is: told to all ranks, and raised again below
-        cause, problem = (
-            error,
-            f"{what}: {error if isinstance(error, EngineError) else f'{type(error).__name__}: {error}'}",
-        )
-    gathered = all_gather_metadata((result, problem, cause is not None and _is_timeout(cause)))
-    failed = [(late, rank, text) for rank, (_, text, late) in enumerate(gathered) if text]
-    if failed:
-        _, rank, text = min(failed)
-        raise PublishError(f"rank {rank}: {text}") from cause
-    return [value for value, *_ in gathered]
 
+    def describe(error: BaseException) -> str:
+        return str(error) if isinstance(error, EngineError) else describe_error(error)
 
-def _is_timeout(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, TimeoutError) or "timed out" in text or "connection closed by peer" in text
+    return agreement.agree(
+        step, lambda failed: PublishError(f"rank {failed.rank}: {what}: {failed.text}"), describe
+    )
 
 
 class Stages:

@@ -105,7 +105,7 @@ class RemotePublisher(Publisher):
             candidate.close()
         self._sharded = None
         if not problems:
-            self.transport.close()  # for good: what it kept for its next publish goes too
+            self.transport.end()
             self.transport = candidate
             return [f"{what}: equal to what the engine's loader made, bit for bit; used from now on"]
         if self._requires_sharded:
@@ -252,5 +252,7 @@ class RemotePublisher(Publisher):
         return PublishStats(version, acknowledged if self.engine.is_owner else 0, acknowledged, metrics)
 
     def close(self) -> None:
-        """Give the transport's memory back."""
-        self.transport.close()
+        """End the transports: groups are left, threads end."""
+        for transport in (self.transport, self._sharded):
+            if transport is not None:
+                transport.end()

@@ -211,6 +211,10 @@ class Transport(ABC):
     def close(self) -> None:
         """Give the slots back. Allowed at any time, twice too."""
 
+    def end(self) -> None:
+        """Give back what is kept between publishes too; nothing is published afterwards."""
+        self.close()
+
     def checksums(self, bucket: int, slot: int) -> dict[tuple[int, int], str]:
         """Return {(replica, position in the layout): checksum} of complete parameters; every one is in
         some rank's answer once.

@@ -151,6 +151,11 @@ class DeltaTransport(Transport):
             self._is_committed = True
         self.carrier.close()
 
+    def end(self) -> None:
+        """Let the carrier give back what it keeps."""
+        self.close()
+        self.carrier.end()
+
     # ---- changes
 
     @property

@@ -66,6 +66,7 @@ class GroupTransport(Transport):
         self._carried: list[tuple[Sequence[Sequence[Run]], Sequence[torch.Tensor]] | None] = [None] * SLOTS
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
         self._sending: Future[None] | None = None
+        self._has_ended = False  # for good: its thread is gone
         # One for each bucket on its way: what it made of a bucket when that was written is needed again when
         # it is sent.
         self._readers = [
@@ -212,8 +213,8 @@ class GroupTransport(Transport):
         if self._is_whole:
             self._is_whole = False
             return
-        # what was being sent has ended, at the latest with its time-out
-        self._sender.submit(lambda: None).result()
+        if not self._has_ended:  # what was being sent has ended, at the latest with its time-out
+            self._sender.submit(lambda: None).result()
         self._sending = None
         for reader in self._readers:
             reader.forget()
@@ -221,6 +222,13 @@ class GroupTransport(Transport):
             group.leave()
         self._groups.clear()
         self._stores.clear()
+
+    def end(self) -> None:
+        """Leave the groups and end the thread that sends."""
+        self._is_whole = False
+        self.close()
+        self._has_ended = True
+        self._sender.shutdown()
 
     # ---- messages
 
