@@ -55,7 +55,7 @@ gsm8k: $(VENV)/.installed $(SMOLLM2)
 examples: $(VENV)/.installed-rewards
 	$(BIN)/python tools/check_examples.py
 
-# Each rollout engine that is a server has a Python environment of its own, which engine.python finds under .engines.
+# Each rollout engine that is a server has a Python environment of its own, which engine.server.python finds under .engines.
 engines: engines-vllm engines-sglang
 
 engines-vllm: .engines/vllm/.installed

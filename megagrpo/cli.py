@@ -81,7 +81,7 @@ def _run(
         print_dry_run(config, num_ranks)
         return exit_codes.DONE
     make_run_folder(Path(config.run.dir))
-    engines_are_local = {urlsplit(each).hostname for each in config.engine.addresses} <= LOOPBACK_NAMES
+    engines_are_local = {urlsplit(each).hostname for each in config.engine.given_addresses} <= LOOPBACK_NAMES
     return launch.run([str(path), *overrides], num_ranks, max_restarts, engines_are_local=engines_are_local)
 
 

@@ -89,7 +89,7 @@ def build_gate(config: Config, recorder: NullRecorder) -> UpdateGate:
     rollout = config.rollout
     warn_above = warning_bound(
         rollout.logprob_gap,
-        is_float32=config.precision.recipe == "fp32" and config.engine.quantization == "none",
+        is_float32=config.precision.recipe == "fp32" and not config.engine.is_quantized,
         is_narrowed=rollout.is_narrowed,
     )
     logprob_gap = LogprobGapGate(rollout.logprob_gap, warn_above, recorder.note)

@@ -184,7 +184,7 @@ def _watch_replicas(
     """Let engines in processes of their own be started anew where they are lost."""
     if not isinstance(engine, RemoteEngine):
         return publisher
-    groups, num_replicas = generator.groups, config.engine.num_replicas
+    groups, num_replicas = generator.groups, config.engine.server.num_replicas
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     recovery = ReplicaRecovery(
         engine,

@@ -127,13 +127,13 @@ def build_ours(arguments: argparse.Namespace, folder: str, prompts: list[list[in
     """Return a function that generates with the embedded engine and returns the number of tokens."""
     import torch
 
-    from megagrpo.config.schema import EngineConfig
+    from megagrpo.config.engine import build_engine_config
     from megagrpo.engines import ENGINES
     from megagrpo.types import Prompt, SamplingParams
 
     engine = ENGINES.get("transformers")(
         folder,
-        EngineConfig(),
+        build_engine_config(),
         device=arguments.device,
         dtype=getattr(torch, arguments.dtype),
         load_weights=True,

@@ -113,10 +113,10 @@ def start_engine(name: str, model: str, python: str, groups):
     """Return this rank's engine: one replica, owned by rank 0."""
     if name == "stub":
         return StubEngine(groups.rank == 0)
-    from megagrpo.config.schema import EngineConfig
+    from megagrpo.config.engine import build_engine_config
     from megagrpo.engines import ENGINES
 
-    config = EngineConfig(name=name, python=python or None, max_model_len=256)
+    config = build_engine_config(name=name, server={"python": python or None, "max_model_len": 256})
 
     def build(**options):
         return ENGINES.get(name)(

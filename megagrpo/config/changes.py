@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megagrpo.config.messages import section_of
+from megagrpo.config.messages import sections_of
 from megagrpo.config.schema import Config
 from megagrpo.config.section import FREE
 
@@ -68,8 +68,7 @@ def free_places(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         if FREE in field.metadata:
             yield place
             continue
-        section = section_of(field.annotation) if isinstance(field.annotation, type) else None
-        if section is not None:
+        for section in sections_of(field.annotation):
             yield from free_places(section, f"{place}.")
 
 

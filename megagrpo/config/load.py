@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megagrpo.config.messages import describe_errors, section_of
+from megagrpo.config.messages import describe_errors, sections_of
 from megagrpo.config.schema import Config
 from megagrpo.config.yaml_core import format_yaml, parse_yaml, read_yaml_file
 from megagrpo.errors import ConfigError, UserError
@@ -148,13 +148,14 @@ def _replace(node: Any, index: Any, value: Any) -> None:
 def _drop_empty_sections(raw: dict[str, Any], model: type[BaseModel]) -> None:
     """A section whose lines are all commented out reads as null: it means "nothing set"."""
     for name, field in model.model_fields.items():
-        section = section_of(field.annotation) if isinstance(field.annotation, type) else None
-        if section is None or name not in raw:
+        sections = sections_of(field.annotation)
+        if not sections or name not in raw:
             continue
         if raw[name] is None:
             del raw[name]
         elif isinstance(raw[name], dict):
-            _drop_empty_sections(raw[name], section)
+            for section in sections:
+                _drop_empty_sections(raw[name], section)
 
 
 def _fill_from_preset(raw: dict[str, Any], problems: list[str]) -> dict[str, Any]:

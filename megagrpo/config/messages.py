@@ -4,14 +4,16 @@ import difflib
 import json
 import types
 from collections.abc import Iterator
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
 from megagrpo.config.near_names import GENERIC, known_elsewhere
 from megagrpo.registry import suggestion
 
 Location = tuple[str | int, ...]
+
+DISCRIMINATORS = ("kind", "name")  # the field that says which kind of section it is
 
 _ALLOWED = {  # pydantic's error type -> what the field takes; {names} are filled from the error's context
     "missing": "missing",
@@ -56,12 +58,14 @@ def describe_errors(error: ValidationError, root: type[BaseModel]) -> list[str]:
 
 
 def _describe(item: Any, root: type[BaseModel]) -> Iterator[str]:
-    location, kind, context = item["loc"], item["type"], item.get("ctx", {})
+    kind, context = item["type"], item.get("ctx", {})
+    location, model = _walk(item["loc"], root)
+    parent = _walk(item["loc"][:-1], root)[1]
     place = ".".join(str(part) for part in location)
     if kind == "extra_forbidden":
-        yield f"{place}: not a field{_hint(location, root)}"
+        yield f"{place}: not a field{_hint(location, parent, root)}"
     elif kind == "missing":
-        yield from (f"{'.'.join([place, *rest])}: missing" for rest in _required_below(location, root))
+        yield from (f"{'.'.join([place, *rest])}: missing" for rest in _required_below(location, parent))
     elif kind == "literal_error":
         names = _literal_values(context["expected"])
         yield (
@@ -69,11 +73,18 @@ def _describe(item: Any, root: type[BaseModel]) -> Iterator[str]:
             f"{', '.join(names)}{suggestion(str(item['input']), names)}"
         )
     elif kind in ("model_type", "model_attributes_type"):
-        fields = ", ".join(_model_at(location, root).model_fields)
-        yield f"{place}: {format_value(item['input'])}: must be a section with some of the fields {fields}"
+        fields = ", ".join(model.model_fields)
+        kinds = [
+            name for name in DISCRIMINATORS if isinstance(item["input"], str) and name in model.model_fields
+        ]
+        written = f"; say {place}: {{{kinds[0]}: {item['input']}}}" if kinds else ""
+        yield (
+            f"{place}: {format_value(item['input'])}: must be a section with some of the fields "
+            f"{fields}{written}"
+        )
     elif kind == "value_error":
         text = str(context["error"])
-        names_field = text.partition(":")[0] in _model_at(location, root).model_fields
+        names_field = text.partition(":")[0] in model.model_fields
         yield f"{place}.{text}" if names_field else f"{place}: {text}"
     else:
         allowed = _ALLOWED.get(kind, "is not a value that this field takes")
@@ -91,14 +102,17 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _hint(location: Location, root: type[BaseModel]) -> str:
+def _hint(location: Location, parent: type[BaseModel], root: type[BaseModel]) -> str:
     """Where a name that is no field may have been meant: near in its section, elsewhere, or else the
     section's fields.
     """
     *parents, name = (str(part) for part in location)
-    fields = list(_model_at(location[:-1], root).model_fields)
-    if known := known_elsewhere(".".join(map(str, location))):
+    fields = list(parent.model_fields)
+    place = ".".join(map(str, location))
+    if known := known_elsewhere(place):
         return f"; {known}"
+    if kinds := _kinds_with(place, root):
+        return f"; it is one of {', '.join(kinds)}"
     # two short names are near by chance: three letters of four must agree
     near = difflib.get_close_matches(name, fields, n=1, cutoff=0.6 if len(name) > 4 else 0.75)
     elsewhere = [path for path in field_paths(root) if path.rsplit(".", 1)[-1] == name not in GENERIC]
@@ -110,50 +124,90 @@ def _hint(location: Location, root: type[BaseModel]) -> str:
     return f"; {what} {', '.join(fields)}"
 
 
-def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of each field that holds a value (not of sections), in the order of
-    declaration.
-    """
+def _kinds_with(place: str, model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return the kinds of a section, as `engine.name vllm`, to which the field at `place` belongs."""
+    found: list[str] = []
     for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
-        if section is None:
-            yield prefix + name
-        elif get_origin(field.annotation) is None:
-            yield from field_paths(section, f"{prefix}{name}.")
+        here = f"{prefix}{name}."
+        variants = variants_of(field.annotation)
+        for tag, section in variants.items():
+            if place in [path for path, _ in _fields_below(section, here)]:
+                kind = next(name for name in DISCRIMINATORS if name in section.model_fields)
+                found.append(f"{here}{kind} {tag}")
+        if not variants and place.startswith(here):
+            for section in sections_of(field.annotation):
+                found += _kinds_with(place, section, here)
+    return found
+
+
+def field_paths(model: type[BaseModel]) -> Iterator[str]:
+    """Yield the dotted path of each field that holds a value (not of sections), in the order of
+    declaration, those of all variants of a section.
+    """
+    yield from dict.fromkeys(place for place, is_section in _fields_below(model) if not is_section)
+
+
+def field_places(model: type[BaseModel]) -> Iterator[str]:
+    """Yield the dotted names of all sections and fields of a model, those of all variants of a section."""
+    yield from dict.fromkeys(place for place, _ in _fields_below(model))
+
+
+def _fields_below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    for name, field in model.model_fields.items():
+        sections = sections_of(field.annotation)
+        yield f"{prefix}{name}", bool(sections)
+        for section in sections:
+            yield from _fields_below(section, f"{prefix}{name}.")
+
+
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """Return the section that a field is, or the variants of it; none for values and for lists."""
+    variants = variants_of(annotation)
+    if variants:
+        return list(variants.values())
+    is_section = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
+    return [annotation] if is_section and issubclass(annotation, BaseModel) else []
+
+
+def variants_of(annotation: Any) -> dict[str, type[BaseModel]]:
+    """Return the variants of a section by their tags; empty where it has none."""
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return {}
+    parts = [get_args(part) for part in get_args(annotation) if get_origin(part) is Annotated]
+    return {part[1].tag: part[0] for part in parts if isinstance(part[1], Tag)}
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the model that `annotation` is, or holds as an entry or alternative; None for plain values."""
-    if (
-        isinstance(annotation, type)
-        and not isinstance(annotation, types.GenericAlias)
-        and issubclass(annotation, BaseModel)
-    ):
-        return annotation
+    if sections := sections_of(annotation):
+        return sections[0]
     if get_origin(annotation) in (tuple, list, Union, types.UnionType):
         return next((found for argument in get_args(annotation) if (found := section_of(argument))), None)
     return None
 
 
-def field_places(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all sections and fields of a model."""
-    for name, field in model.model_fields.items():
-        yield f"{prefix}{name}"
-        if isinstance(field.annotation, type) and (section := section_of(field.annotation)) is not None:
-            yield from field_places(section, f"{prefix}{name}.")
-
-
-def _model_at(location: Location, root: type[BaseModel]) -> type[BaseModel]:
+def _walk(location: Location, root: type[BaseModel]) -> tuple[Location, type[BaseModel]]:
+    """Return the location as it is written in a file, and the model of its last section; pydantic's own has
+    the tags of sections that come in variants too.
+    """
+    written: list[str | int] = []
     model = root
+    variants: dict[str, type[BaseModel]] = {}
     for part in location:
+        if part in variants:
+            model, variants = variants[str(part)], {}
+            continue
+        written.append(part)
+        variants = {}
         if isinstance(part, str) and part in model.model_fields:
-            model = section_of(model.model_fields[part].annotation) or model
-    return model
+            annotation = model.model_fields[part].annotation
+            variants = variants_of(annotation)
+            model = section_of(annotation) or model
+    return tuple(written), model
 
 
-def _required_below(location: Location, root: type[BaseModel]) -> Iterator[list[str]]:
+def _required_below(location: Location, parent: type[BaseModel]) -> Iterator[list[str]]:
     """The required fields of a missing section; the missing value itself where it is no section."""
-    parent = _model_at(location[:-1], root)
     field = parent.model_fields.get(str(location[-1]))
     section = (
         section_of(field.annotation) if field is not None and get_origin(field.annotation) is None else None

@@ -5,6 +5,19 @@ MOVED = {
     "rollout.max_logprob_gap": "rollout.logprob_gap.stop_above",
     "rollout.logprob_gap_action": "rollout.logprob_gap.warn_above or stop_above",
     "telemetry.tensorboard": "telemetry.writers",
+    "weights.folder": "weights.transport.folder (kind: disk)",
+    "engine.offline": "engine.server.offline",
+    "engine.options": "engine.server.options",
+    "engine.python": "engine.server.python",
+    "engine.replicas": "engine.server.replicas",
+    "engine.tensor_parallel": "engine.server.tensor_parallel",
+    "engine.addresses": "engine.server.addresses",
+    "engine.start_timeout_seconds": "engine.server.start_timeout_seconds",
+    "engine.request_timeout_seconds": "engine.server.request_timeout_seconds",
+    "engine.max_restarts": "engine.server.max_restarts",
+    "engine.max_model_len": "engine.server.max_model_len",
+    "engine.kv_cache_bytes": "engine.server.kv_cache_bytes",
+    "engine.quantization": "engine.server.quantization",
 }
 
 # Names of verl, TRL, slime, NeMo-RL and OpenRLHF -> ours. Where the same name means two things, the commoner.

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.engine import EngineConfig, TransformersConfig, WeightsConfig
 from megagrpo.config.section import (
     FREE,
     Fraction,
@@ -18,9 +19,6 @@ from megagrpo.config.section import (
     PositiveInt,
     Section,
 )
-
-PROBE_PROMPT_TOKENS = 8  # of the prompt on which engine and trainer are compared before new weights serve
-FP8_BLOCK = 128  # rows and columns of a block of a quantised weight
 
 
 class RunConfig(Section):
@@ -132,106 +130,6 @@ class PrecisionConfig(Section):
         "fp32",
         description="bf16 and fp8 keep float32 main parameters and gradients; fp8 needs CUDA and "
         "Transformer Engine",
-    )
-
-
-class EngineConfig(Section):
-    """The rollout engine. From `python` on: of engines in processes of their own only (vllm, sglang)."""
-
-    name: str = Field("transformers", description="registered engine")
-    max_batch_completions: PositiveInt = Field(256, description="completions decoded at once by one replica")
-    max_prefill_tokens: PositiveInt = Field(
-        8192, description="prompt tokens of one prefill batch, padding included"
-    )
-    sleep_while_training: bool = Field(
-        False, description="give accelerator memory back during updates; for engines on the actor's devices"
-    )
-    python: str | None = Field(
-        None,
-        description="Python of the engine's environment; null: this one, else "
-        ".engines/NAME of `make engines`",
-    )
-    replicas: PositiveInt = Field(1, description="servers that are started; they share the prompts")
-    tensor_parallel: PositiveInt = Field(1, description="tensor parallel size of one replica")
-    addresses: tuple[str, ...] = Field(
-        (), description="servers that run already, as http://HOST:PORT: one replica each, none is started"
-    )
-    start_timeout_seconds: PositiveFloat = Field(
-        540.0, description="a server that does not serve by then is an error"
-    )
-    request_timeout_seconds: PositiveFloat = Field(
-        300.0, description="longest silence of a server that has requests"
-    )
-    max_restarts: NonNegativeInt = Field(
-        3, description="times that a dead server is started anew, over the whole run"
-    )
-    max_model_len: PositiveInt | None = Field(
-        None, description="context of the server; null: the model's positions"
-    )
-    kv_cache_bytes: PositiveInt | None = Field(
-        None, description="key/value cache of a replica; null: 1 GiB on CPUs, the engine's own on GPUs"
-    )
-    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.85, description="of the GPU memory that the trainer's models leave free, what the server takes"
-    )
-    quantization: Literal["none", "fp8_block"] = Field(
-        "none",
-        description="the server's model; fp8_block: linear layers and experts in float8, one scale "
-        "for 128 x 128 weights",
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="further server arguments: block_size: 32 becomes --block-size 32"
-    )
-    offline: bool = Field(
-        False,
-        description="sglang: its process holds sglang.Engine behind a small loop of ours, not SGLang's "
-        "server",
-    )
-
-    @property
-    def num_replicas(self) -> int:
-        """Servers of the run."""
-        return len(self.addresses) or self.replicas
-
-
-class WeightsConfig(Section):
-    """How new weights reach the engines. From `layout` on: of engines in processes of their own only
-    (vllm, sglang).
-    """
-
-    bucket_bytes: PositiveInt = Field(
-        64 * 2**20,
-        description="weights on their way at once; at most two of these are in memory, for each rank of an "
-        "engine",
-    )
-    layout: Literal["auto", "full", "sharded"] = Field(
-        "auto",
-        description="full: whole tensors, cut by the engine's loader; sharded: each engine rank gets its "
-        "slices alone; auto: sharded "
-        "once a comparison with the loader's result, bit for bit, has passed, else full",
-    )
-    transport: Literal["auto", "shared_memory", "group", "disk", "ipc"] = Field(
-        "auto",
-        description="auto: ipc where engines are on the GPUs of their ranks; else shared_memory on one host, "
-        "else group: straight to the engines' ranks",
-    )
-    folder: str | None = Field(
-        None, description="of transport disk: a folder that engines reach too; null: DIR/weights"
-    )
-    delta: bool = Field(
-        False,
-        description="send only what changed since the engines' version, bitwise: blocks, or whole tensors "
-        "under layout full",
-    )
-    probe_tokens: NonNegativeInt = Field(
-        8,
-        description="log-probs of this many sampled tokens are compared with the trainer's before published "
-        "weights serve; 0: none are",
-    )
-    probe_max_gap: PositiveFloat | None = Field(
-        None,
-        description="largest |engine - trainer| log-prob of the probe; null: 0.001 with precision fp32, "
-        "else 0.5",
     )
 
 
@@ -504,7 +402,7 @@ class Config(Section):
     data: DataConfig
     parallel: Annotated[ParallelConfig, FREE] = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    engine: Annotated[EngineConfig, FREE] = EngineConfig()
+    engine: Annotated[EngineConfig, FREE] = TransformersConfig()
     weights: WeightsConfig = WeightsConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

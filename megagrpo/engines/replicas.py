@@ -31,7 +31,9 @@ def replicas_of_ranks(config: Config, world_size: int) -> list[int]:
     """Return the replica that each rank generates through; an embedded engine is every rank's own."""
     if config.engine.name in EMBEDDED_ENGINES:
         return list(range(world_size))
-    return [replica_of_rank(rank, world_size, config.engine.num_replicas) for rank in range(world_size)]
+    return [
+        replica_of_rank(rank, world_size, config.engine.server.num_replicas) for rank in range(world_size)
+    ]
 
 
 def build_rollout_engine(
@@ -56,11 +58,11 @@ def build_rollout_engine(
     options = {"tokenizer": tokenizer, "device": device, "dtype": dtype}
     if config.engine.name in EMBEDDED_ENGINES:
         return factory(hf_folder, config.engine, **options)
-    num_replicas = config.engine.num_replicas
+    num_replicas = config.engine.server.num_replicas
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
     owner = owner_of_replica(replica, groups.world_size, num_replicas)
     log_file = Path(config.run.dir) / "engines" / f"{config.engine.name}_{replica}.log"
-    given = config.engine.addresses[replica] if config.engine.addresses else None
+    given = config.engine.server.addresses[replica] if config.engine.server.addresses else None
     engine, address, problem = None, None, None
     if groups.rank == owner:
         try:
@@ -90,8 +92,9 @@ def _unreachable(groups: ParallelGroups, num_replicas: int, hosts: list[str]) ->
         )
         if hosts[rank] != hosts[owner]:
             return [
-                f"engine.replicas: {num_replicas}: rank {rank} on {hosts[rank]} would generate on "
+                f"engine.server.replicas: {num_replicas}: rank {rank} on {hosts[rank]} would generate on "
                 f"{hosts[owner]}; "
-                f"take a multiple of the {len(set(hosts))} hosts, or servers of your own (engine.addresses)"
+                f"take a multiple of the {len(set(hosts))} hosts, or servers of your own "
+                "(engine.server.addresses)"
             ]
     return []

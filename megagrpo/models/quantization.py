@@ -9,7 +9,7 @@ layer, norms, biases and routers stay in the model's dtype.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megagrpo.config.schema import FP8_BLOCK
+from megagrpo.config.engine import FP8_BLOCK
 from megagrpo.models.family import CheckpointTensor
 
 _SUFFIX = "_scale_inv"
@@ -37,7 +37,7 @@ def quantized_shapes(tensors: Sequence[CheckpointTensor]) -> dict[str, tuple[int
 
 def find_mismatch(quantization: str, parameters: Sequence[Mapping[str, Mapping[str, Any]]]) -> str | None:
     """Return in what a server's parameters ({name: {"dtype", "shape"}} by engine rank) differ from
-    `engine.quantization`; None: nothing.
+    `engine.server.quantization`; None: nothing.
     """
     float8 = [name for owned in parameters for name, one in owned.items() if one["dtype"] == "float8_e4m3fn"]
     scales = [name for owned in parameters for name in owned if name.endswith(_SUFFIX)]

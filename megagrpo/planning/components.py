@@ -39,8 +39,8 @@ def verify_components(config: Config) -> None:
     problems += _check_family(config)
     try:
         ENGINES.get(config.engine.name)
-        if config.engine.name in PACKAGES and not config.engine.addresses:
-            find_python(config.engine.python, PACKAGES[config.engine.name])
+        if config.engine.name in PACKAGES and not config.engine.given_addresses:
+            find_python(config.engine.server.python, PACKAGES[config.engine.name])
     except UserError as error:
         problems.append(str(error) if str(error).startswith("engine.") else f"engine.name: {error}")
     for name in config.telemetry.writers:

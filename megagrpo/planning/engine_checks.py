@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from megagrpo.config.schema import FP8_BLOCK, PROBE_PROMPT_TOKENS, Config, EngineConfig, WeightsConfig
+from megagrpo.config.engine import FP8_BLOCK, PROBE_PROMPT_TOKENS, ServerConfig, WeightsConfig
+from megagrpo.config.schema import Config
 
 EMBEDDED_ENGINES = ("transformers",)  # they live in the ranks
-_EVERY_ENGINE = ("name", "max_batch_completions", "max_prefill_tokens", "sleep_while_training")
 
 
 def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -18,57 +18,45 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
             f"engine.sleep_while_training: true: rollout.off_policy {config.rollout.off_policy} generates "
             "during updates"
         )
-    if engine.name in EMBEDDED_ENGINES:
-        yield from _check_unused(engine)
+    server: ServerConfig | None = getattr(engine, "server", None)
+    if server is None:
         yield from _check_unused_weights(config)
         return
-    if engine.offline and engine.name != "sglang":
-        yield f"engine.offline: true: engine.name {engine.name} has no such form, sglang has"
-    if engine.offline and engine.addresses:
-        yield "engine.offline: true: engine.addresses names servers that run already"
-    yield from _check_replicas(engine, world_size)
-    yield from _check_probe(config, hf_config)
+    if getattr(server, "offline", False) and server.addresses:
+        yield "engine.server.offline: true: engine.server.addresses names servers that run already"
+    yield from _check_replicas(server, world_size)
+    yield from _check_probe(config, server, hf_config)
     for field in ("start_timeout_seconds", "request_timeout_seconds"):
         limit = config.run.collective_timeout_seconds
-        if getattr(engine, field) >= limit:
+        if getattr(server, field) >= limit:
             yield (
-                f"engine.{field}: {getattr(engine, field):g}: other ranks wait only "
+                f"engine.server.{field}: {getattr(server, field):g}: other ranks wait only "
                 f"run.collective_timeout_seconds = {limit}; take less"
             )
-    yield from _check_tensor_parallel(engine, hf_config)
-    yield from _check_quantization(config, hf_config)
+    yield from _check_tensor_parallel(server, hf_config)
+    yield from _check_quantization(config, server, hf_config)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if engine.max_model_len is not None and engine.max_model_len < longest:
+    if server.max_model_len is not None and server.max_model_len < longest:
         yield (
-            f"engine.max_model_len: {engine.max_model_len}: data.max_prompt_tokens "
+            f"engine.server.max_model_len: {server.max_model_len}: data.max_prompt_tokens "
             f"{config.data.max_prompt_tokens} + "
             f"rollout.max_new_tokens {config.rollout.max_new_tokens} = {longest}"
         )
     positions = hf_config.get("max_position_embeddings")
-    if engine.max_model_len is not None and isinstance(positions, int) and engine.max_model_len > positions:
+    if server.max_model_len is not None and isinstance(positions, int) and server.max_model_len > positions:
         yield (
-            f"engine.max_model_len: {engine.max_model_len}: the model has {positions} positions "
+            f"engine.server.max_model_len: {server.max_model_len}: the model has {positions} positions "
             "(max_position_embeddings)"
         )
 
 
-def _check_unused(engine: EngineConfig) -> Iterator[str]:
-    default = EngineConfig()
-    for field in EngineConfig.model_fields:
-        if field not in _EVERY_ENGINE and getattr(engine, field) != getattr(default, field):
-            yield (
-                f"engine.{field}: {getattr(engine, field)}: engine.name {engine.name} lives in the ranks, "
-                "it has no server"
-            )
-
-
-def _check_probe(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
+def _check_probe(config: Config, server: ServerConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
     if not config.weights.probe_tokens:
         return
     needed = PROBE_PROMPT_TOKENS + config.weights.probe_tokens
     limits = {
         "update.max_tokens_per_microbatch": config.update.max_tokens_per_microbatch,
-        "engine.max_model_len": config.engine.max_model_len,
+        "engine.server.max_model_len": server.max_model_len,
         "max_position_embeddings": hf_config.get("max_position_embeddings"),
     }
     for name, limit in limits.items():
@@ -90,20 +78,24 @@ def _check_unused_weights(config: Config) -> Iterator[str]:
             )
 
 
-def _check_replicas(engine: EngineConfig, world_size: int) -> Iterator[str]:
-    if engine.addresses and engine.replicas not in (1, len(engine.addresses)):
+def _check_replicas(server: ServerConfig, world_size: int) -> Iterator[str]:
+    if server.addresses and server.replicas not in (1, len(server.addresses)):
         yield (
-            f"engine.replicas: {engine.replicas}: engine.addresses names {len(engine.addresses)}; leave "
+            f"engine.server.replicas: {server.replicas}: engine.server.addresses names "
+            f"{len(server.addresses)}; leave "
             "one of them out"
         )
-    if engine.num_replicas > world_size:
-        place = "addresses" if engine.addresses else "replicas"
+    if server.num_replicas > world_size:
+        place = "addresses" if server.addresses else "replicas"
         yield (
-            f"engine.{place}: {engine.num_replicas} replicas: at most one for each of the {world_size} ranks"
+            f"engine.server.{place}: {server.num_replicas} replicas: at most one for each of the "
+            f"{world_size} ranks"
         )
-    for position, address in enumerate(engine.addresses):
+    for position, address in enumerate(server.addresses):
         if "@" in address:  # not repeated: it would be on the screen, as the run's config.yaml would keep it
-            yield f"engine.addresses.{position}: names a user or a password; http://HOST:PORT is wanted"
+            yield (
+                f"engine.server.addresses.{position}: names a user or a password; http://HOST:PORT is wanted"
+            )
             continue
         try:
             parts = urlsplit(address)
@@ -111,11 +103,11 @@ def _check_replicas(engine: EngineConfig, world_size: int) -> Iterator[str]:
         except ValueError:  # a port that is no number
             good = False
         if not good:
-            yield f"engine.addresses.{position}: {address}: is not of the form http://HOST:PORT"
+            yield f"engine.server.addresses.{position}: {address}: is not of the form http://HOST:PORT"
 
 
-def _check_tensor_parallel(engine: EngineConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    size = engine.tensor_parallel
+def _check_tensor_parallel(server: ServerConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    size = server.tensor_parallel
     heads = hf_config.get("num_attention_heads")
     if not isinstance(heads, int):
         return
@@ -125,18 +117,17 @@ def _check_tensor_parallel(engine: EngineConfig, hf_config: Mapping[str, Any]) -
             tp for tp in range(1, heads + 1) if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0)
         ]
         yield (
-            f"engine.tensor_parallel: {size}: does not divide the model's {heads} attention heads and "
+            f"engine.server.tensor_parallel: {size}: does not divide the model's {heads} attention heads and "
             f"{groups} key/value heads; "
             f"these do: {', '.join(map(str, works))}"
         )
 
 
-def _check_quantization(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
+def _check_quantization(config: Config, server: ServerConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what keeps a server's model from being quantised in blocks; its ranks hold whole ones."""
-    engine = config.engine
-    if engine.quantization == "none":
+    if server.quantization == "none":
         return
-    place = f"engine.quantization: {engine.quantization}"
+    place = f"engine.server.quantization: {server.quantization}"
     if config.precision.recipe == "fp32":
         yield f"{place}: servers of such models compute in bfloat16; take precision.recipe bf16"
     if config.weights.layout == "sharded":
@@ -151,12 +142,12 @@ def _check_quantization(config: Config, hf_config: Mapping[str, Any]) -> Iterato
     groups = hf_config.get("num_key_value_heads") or heads
     head_dim = hf_config.get("head_dim") or hidden // heads
     rows = {
-        "query rows": heads * head_dim // engine.tensor_parallel,
-        "key rows": max(groups // engine.tensor_parallel, 1) * head_dim,
+        "query rows": heads * head_dim // server.tensor_parallel,
+        "key rows": max(groups // server.tensor_parallel, 1) * head_dim,
     }
     for name in ("intermediate_size", "moe_intermediate_size"):
         if isinstance(hf_config.get(name), int):
-            rows[name] = hf_config[name] // engine.tensor_parallel
+            rows[name] = hf_config[name] // server.tensor_parallel
     wrong = [f"{name} {size}" for name, size in rows.items() if size % FP8_BLOCK]
     if wrong:
         yield (

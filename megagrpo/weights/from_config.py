@@ -154,22 +154,22 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
     exporter = WeightExporter(model, weights.bucket_bytes)
     if not isinstance(engine, RemoteEngine):
         return LocalPublisher(exporter, engine)
-    num_replicas = config.engine.num_replicas
+    num_replicas = config.engine.server.num_replicas
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
-    host, are_started_here = urlsplit(engine.address).hostname or "", not config.engine.addresses
-    name = choose_transport(weights.transport, engine.transports, host, are_started_here)
+    host, are_started_here = urlsplit(engine.address).hostname or "", not config.engine.server.addresses
+    name = choose_transport(weights.transport.kind, engine.transports, host, are_started_here)
     grid, quantize = (
-        EngineGrid(num_replicas, config.engine.tensor_parallel),
-        config.engine.quantization != "none",
+        EngineGrid(num_replicas, config.engine.server.tensor_parallel),
+        config.engine.server.quantization != "none",
     )
 
     def transport(grid: EngineGrid) -> Transport:
-        folder = Path(weights.folder or Path(config.run.dir) / "weights")
+        folder = Path(getattr(weights.transport, "folder", None) or Path(config.run.dir) / "weights")
         timeout = float(config.run.collective_timeout_seconds)
         # an engine must answer that nothing came before its own silence is taken for its end
         if name == "group":
-            timeout = min(timeout, config.engine.request_timeout_seconds / GROUP_WAITS_IN_A_REQUEST)
+            timeout = min(timeout, config.engine.server.request_timeout_seconds / GROUP_WAITS_IN_A_REQUEST)
         return build_transport(
             name,
             model,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megagrpo.config.schema import PROBE_PROMPT_TOKENS
+from megagrpo.config.engine import PROBE_PROMPT_TOKENS
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder, TrainSample
 from megagrpo.policy.microbatches import SampleSize, plan_microbatches

@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_contract import SERVER_NAMES
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.planning.engine_checks import EMBEDDED_ENGINES
 from megagrpo.types import Prompt
@@ -27,7 +27,7 @@ def server_address(tiny_hf_folder):
     def address(name):
         if name not in started:
             started[name] = ENGINES.get(name)(
-                tiny_hf_folder("qwen3", tie_word_embeddings=True), EngineConfig(name=name)
+                tiny_hf_folder("qwen3", tie_word_embeddings=True), build_engine_config(name=name)
             )
         return started[name].address
 
@@ -42,7 +42,7 @@ def build_engine(request, tiny_hf_folder, server_address):
     built = []
 
     def build_engine(config=None, **options):
-        config = (config or EngineConfig()).model_copy(update={"name": request.param})
+        config = (config or build_engine_config()).model_copy(update={"name": request.param})
         if request.param not in EMBEDDED_ENGINES:
             config = config.model_copy(update={"addresses": (server_address(request.param),)})
         built.append(

@@ -21,7 +21,7 @@ from checkpoint_of_model import checkpoint_of  # noqa: E402
 from engine_contract import assert_logprobs_match, params  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from megagrpo.config.schema import EngineConfig  # noqa: E402
+from megagrpo.config.engine import build_engine_config  # noqa: E402
 from megagrpo.engines import ENGINES  # noqa: E402
 from megagrpo.engines.base import EngineError  # noqa: E402
 from megagrpo.models.hf_config import read_hf_config  # noqa: E402
@@ -52,8 +52,13 @@ class Case:
         )
         self.model = load_stage_model(folder, hf, config, self.groups, DEVICE, use_te=False)
         self.reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        settings = EngineConfig(
-            name=name, addresses=(address,), tensor_parallel=tensor_parallel, request_timeout_seconds=60
+        settings = build_engine_config(
+            name=name,
+            server={
+                "addresses": (address,),
+                "tensor_parallel": tensor_parallel,
+                "request_timeout_seconds": 60,
+            },
         )
         self.engine = ENGINES.get(name)(folder, settings, is_owner=self.groups.rank == 0)
         tokenizer = AutoTokenizer.from_pretrained(folder)

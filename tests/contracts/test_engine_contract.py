@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_contract import assert_logprobs_match, params, publish, tokens
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import build_engine_config
 from megagrpo.engines.base import EngineError
 from megagrpo.errors import UserError
 from megagrpo.types import Prompt
@@ -65,7 +65,7 @@ def test_a_completion_does_not_depend_on_what_is_generated_beside_it(build_engin
     reordered = tokens(engine.generate(prompts[::-1], params(), [3, 1]))
     assert reordered == [[group[3], group[1]] for group in together[::-1]]
     assert tokens(engine.generate(prompts[2:3], params(), [2])) == [[together[2][2]]]
-    small = build_engine(config=EngineConfig(max_batch_completions=3, max_prefill_tokens=6))
+    small = build_engine(config=build_engine_config(max_batch_completions=3, max_prefill_tokens=6))
     publish(small, model, version=1)
     assert tokens(small.generate(prompts, params(), range(4))) == together
 
@@ -175,7 +175,7 @@ def test_a_finished_group_is_handed_over_while_others_run(build_engine, prompts,
     """The first group that ends aborts the rest: there is nothing left to abort where groups come only
     when all have ended.
     """
-    engine = build_engine(config=EngineConfig(max_batch_completions=2))
+    engine = build_engine(config=build_engine_config(max_batch_completions=2))
     publish(engine, model, version=1)
     handed = []
 

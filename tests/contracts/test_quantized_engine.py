@@ -11,7 +11,7 @@ import torch
 from engine_contract import SERVER_MARKS, SERVER_NAMES, params, teacher_forced
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.errors import UserError
@@ -110,12 +110,14 @@ def test_a_quantised_server_holds_and_computes_with_what_is_published(name, quan
     for parameter in other.parameters():
         parameter.data.mul_(0.8)
     engine = ENGINES.get(name)(
-        folder, EngineConfig(name=name, quantization="fp8_block"), dtype=torch.bfloat16
+        folder, build_engine_config(name=name, server={"quantization": "fp8_block"}), dtype=torch.bfloat16
     )
     try:
         engine.check_model()
         unaware = ENGINES.get(name)(
-            folder, EngineConfig(name=name, addresses=(engine.address,)), dtype=torch.bfloat16
+            folder,
+            build_engine_config(name=name, server={"addresses": (engine.address,)}),
+            dtype=torch.bfloat16,
         )
         with pytest.raises(UserError, match=r"engine\.quantization: none: .* is float8 at http"):
             unaware.check_model()
@@ -150,7 +152,9 @@ def test_a_quantised_server_holds_and_computes_with_what_is_published(name, quan
 def test_a_server_that_is_not_quantised_is_refused_where_a_quantised_one_is_wanted(
     name, server_address, tiny_hf_folder
 ):
-    config = EngineConfig(name=name, quantization="fp8_block", addresses=(server_address(name),))
+    config = build_engine_config(
+        name=name, server={"quantization": "fp8_block", "addresses": (server_address(name),)}
+    )
     engine = ENGINES.get(name)(tiny_hf_folder("qwen3", tie_word_embeddings=True), config)
     with pytest.raises(UserError, match=r"engine\.quantization: fp8_block: the model has no float8 weights"):
         engine.check_model()

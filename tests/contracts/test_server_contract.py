@@ -29,7 +29,7 @@ from engine_contract import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.server.bucket_file import bucket_file
@@ -310,7 +310,7 @@ def test_families_and_tensor_parallel_engines_agree_with_transformers(
     with trainer ranks too.
     """
     engine = ENGINES.get(name)(
-        tiny_hf_folder(family), EngineConfig(name=name, tensor_parallel=tensor_parallel)
+        tiny_hf_folder(family), build_engine_config(name=name, server={"tensor_parallel": tensor_parallel})
     )
     try:
         for version, factor in ((1, 1.0), (2, 0.8)):
@@ -335,7 +335,7 @@ def test_a_server_whose_workers_die_is_told_started_anew_and_generates_the_same(
     name, tiny_hf_folder, prompts, model
 ):
     folder = tiny_hf_folder("qwen3", tie_word_embeddings=True)
-    config = EngineConfig(name=name, max_restarts=1, request_timeout_seconds=90)
+    config = build_engine_config(name=name, server={"max_restarts": 1, "request_timeout_seconds": 90})
     engine = ENGINES.get(name)(folder, config)
     try:
         publish(engine, model, version=4)
@@ -368,7 +368,7 @@ def test_a_server_whose_workers_die_is_told_started_anew_and_generates_the_same(
         psutil.Process(engine.pid).kill()
         with pytest.raises(EngineError, match="killed by SIGKILL"):
             publish(engine, model, version=5)
-        with pytest.raises(EngineError, match=r"engine.max_restarts = 1 are used up"):
+        with pytest.raises(EngineError, match=r"engine.server.max_restarts = 1 are used up"):
             engine.restart()
     finally:
         engine.close()
@@ -390,14 +390,19 @@ def test_a_model_that_the_engine_does_not_know_is_one_line_at_the_start(name, ti
         json.dumps(config | {"architectures": ["UnheardOfForCausalLM"]})
     )
     with pytest.raises(UserError, match=rf"engine.name: {name}: .*UnheardOfForCausalLM") as raised:
-        ENGINES.get(name)(tmp_path / "model", EngineConfig(name=name), log_file=tmp_path / "log")
+        ENGINES.get(name)(tmp_path / "model", build_engine_config(name=name), log_file=tmp_path / "log")
     assert "\n" not in str(raised.value) and str(tmp_path / "log") in str(raised.value)
 
 
 @server_names
 def test_an_address_where_nothing_answers_is_told(name, tiny_hf_folder):
-    with pytest.raises(UserError, match=r"engine.addresses: http://127.0.0.1:9: no .* server answers there"):
-        ENGINES.get(name)(tiny_hf_folder("qwen3"), EngineConfig(name=name, addresses=("http://127.0.0.1:9",)))
+    with pytest.raises(
+        UserError, match=r"engine.server.addresses: http://127.0.0.1:9: no .* server answers there"
+    ):
+        ENGINES.get(name)(
+            tiny_hf_folder("qwen3"),
+            build_engine_config(name=name, server={"addresses": ("http://127.0.0.1:9",)}),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -418,7 +423,9 @@ def test_logprobs_of_a_pretrained_model_equal_those_of_transformers(name, smollm
     folder, model, tokenizer = smollm2
     texts = ["The capital of France is", "7 + 5 = 12\n9 + 4 = 13\n8 + 6 =", "def add(a, b):"]
     prompts = [Prompt(number, text, tuple(tokenizer(text)["input_ids"])) for number, text in enumerate(texts)]
-    engine = ENGINES.get(name)(folder, EngineConfig(name=name, max_model_len=512), tokenizer)
+    engine = ENGINES.get(name)(
+        folder, build_engine_config(name=name, server={"max_model_len": 512}), tokenizer
+    )
     try:
         publish(engine, model, version=1)
         for temperature in (1.0, 0.7):

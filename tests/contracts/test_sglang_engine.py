@@ -14,7 +14,7 @@ import torch
 from checkpoint_of_model import checkpoint_of
 from engine_contract import TOLERANCE, params, tokens
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.server.bucket_file import bucket_file
@@ -24,11 +24,10 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 FAMILY, ROWS = "qwen3_moe", 16
 # SGLang pads the experts of a CPU to multiples of 32; a padded one has no sharded form of ours
 SHAPE = {"moe_intermediate_size": 32}
-CONFIG = EngineConfig(
+CONFIG = build_engine_config(
     name="sglang",
     max_batch_completions=ROWS,
-    request_timeout_seconds=60,
-    options={"enable_return_routed_experts": True},
+    server={"request_timeout_seconds": 60, "options": {"enable_return_routed_experts": True}},
 )
 
 
@@ -91,7 +90,9 @@ def assert_sampled_by(model, prompts, groups):
 def test_it_draws_the_very_tokens_of_the_embedded_engine(connect, models, prompts, tiny_hf_folder):
     engine = connect()
     publish(engine, models[0], 1)
-    embedded = ENGINES.get("transformers")(tiny_hf_folder(FAMILY, **SHAPE), EngineConfig(), load_weights=True)
+    embedded = ENGINES.get("transformers")(
+        tiny_hf_folder(FAMILY, **SHAPE), build_engine_config(), load_weights=True
+    )
     for fields in (
         {},
         {"temperature": 0.7, "top_p": 0.8},

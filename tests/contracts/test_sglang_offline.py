@@ -1,4 +1,4 @@
-"""`sglang.Engine` in the child process (`engine.offline`): the engine contract once more, on one process
+"""`sglang.Engine` in the child process (`engine.server.offline`): the engine contract again, on one process
 for all of it.
 """
 
@@ -21,7 +21,7 @@ from test_engine_update_contract import (
     test_weights_survive_sleep,  # noqa: F401
 )
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import build_engine_config
 from megagrpo.engines import ENGINES
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 def owner(tiny_hf_folder, tmp_path_factory):
     """The engine that started the process."""
     log_file = tmp_path_factory.mktemp("offline") / "engine.log"
-    config = EngineConfig(name="sglang", offline=True)
+    config = build_engine_config(name="sglang", server={"offline": True})
     engine = ENGINES.get("sglang")(
         tiny_hf_folder("qwen3", tie_word_embeddings=True), config, log_file=log_file
     )
@@ -45,7 +45,7 @@ def build_engine(owner, tiny_hf_folder):
     built = []
 
     def build_engine(config=None, **options):
-        config = (config or EngineConfig()).model_copy(
+        config = (config or build_engine_config()).model_copy(
             update={"name": "sglang", "addresses": (owner.address,)}
         )
         built.append(

@@ -65,7 +65,7 @@ def ahead(run_all):
     """
     servers = [
         "engine.name=sglang",
-        "engine.replicas=2",
+        "engine.server.replicas=2",
         "weights.delta=true",
         "engine.max_batch_completions=64",
     ]

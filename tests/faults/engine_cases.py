@@ -9,7 +9,7 @@ from chains import Case, Chain
 VLLM = ".engines/vllm/bin/python"
 SERVER = [
     "engine.name=vllm",
-    "engine.request_timeout_seconds=10",
+    "engine.server.request_timeout_seconds=10",
     "engine.sleep_while_training=true",
     "weights.delta=true",
     "watchdog.floor_seconds=300",
@@ -56,7 +56,7 @@ def two_servers(first_step):
             server("await_server", "update.enter", back, rank=1),
             says=rf"(?s)replica 1 is lost: .*weight version {back}: engine replica 1 was started anew and "
             r"generates again",
-            overrides=["engine.replicas=2"],
+            overrides=["engine.server.replicas=2"],
         ),
         goes_on(
             "the other one killed in a publish: the one that came back is given everything, and generates "
@@ -86,14 +86,15 @@ ALONE = [
         "frozen while it generates, and killed while it is started anew",
         server("freeze_server", "requests.enter", 4),
         server("kill_server", "server_start.enter", 4),
-        says=lost(0, "was answered within engine.request_timeout_seconds = 10", 3),
+        says=lost(0, "was answered within engine.server.request_timeout_seconds = 10", 3),
     ),
     Case(
         "killed when no restart is left",
         "resumes",
         [server("kill_server_soon", "requests.enter", 5)],
-        says=rf"no rollout engine is left: replica 0: {KILLED}[^\n]*; engine.max_restarts = 5 are used up",
-        overrides=["engine.max_restarts=5"],
+        says=rf"no rollout engine is left: replica 0: {KILLED}[^\n]*; engine.server.max_restarts = 5 "
+        rf"are used up",
+        overrides=["engine.server.max_restarts=5"],
         leaves=servers_left,
     ),
 ]
@@ -111,7 +112,7 @@ ENGINES = Chain(
                 [server("kill_server", "bucket.enter", 6)],
                 says=r"(?s)rank \d failed in step 7, phase rollout: .*no rollout engine is left: replica 0: "
                 r".*are used up",
-                overrides=["engine.max_restarts=0"],
+                overrides=["engine.server.max_restarts=0"],
                 leaves=servers_left,
             )
         ],
@@ -163,7 +164,7 @@ SHORT_ENGINES = Chain(
 # Servers whose ranks are members of a process group with the trainer's, which is made anew after each of
 # these.
 BY_GROUP = [option for option in SERVER if not option.startswith("weights.delta")] + [
-    "weights.transport=group"
+    "weights.transport.kind=group"
 ]
 GROUPS = Chain(
     "groups",

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.modeling_utils import AttentionInterface
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import EngineConfig
 from megagrpo.engines.base import Engine, EngineError, EngineHealth, OnGroup
 from megagrpo.engines.embedded.decoding import DecodedRow, Decoder, Request
 from megagrpo.engines.embedded.fused_projections import fuse_query_key_value

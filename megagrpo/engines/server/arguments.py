@@ -37,7 +37,7 @@ def device_environment(first: int, count: int, visible: str | None) -> dict[str,
     devices = visible.split(",")[first : first + count]
     if len(devices) < count:
         raise UserError(
-            f"engine.tensor_parallel: {count}: devices from number {first} on are wanted, "
+            f"engine.server.tensor_parallel: {count}: devices from number {first} on are wanted, "
             f"CUDA_VISIBLE_DEVICES is {visible}"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices)}

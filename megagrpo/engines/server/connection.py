@@ -28,7 +28,9 @@ class ServerConnection:
         self._loss: str | None = None
         self.client = self._connect(address or self._server.address)
         if address and not self.client.is_answering(kind.health_path):
-            raise UserError(f"engine.addresses: {address}: no {kind.package.name} server answers there")
+            raise UserError(
+                f"engine.server.addresses: {address}: no {kind.package.name} server answers there"
+            )
 
     @property
     def pid(self) -> int | None:
@@ -73,7 +75,7 @@ class ServerConnection:
             self._server.stop()
 
     def _connect(self, address: str) -> EngineClient:
-        return EngineClient(address, self._kind.config.request_timeout_seconds, self._describe_end)
+        return EngineClient(address, self._kind.config.server.request_timeout_seconds, self._describe_end)
 
     def _describe_end(self) -> str | None:
         return self._server.describe_end() if self._server else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import ServerEngineConfig
 from megagrpo.engines.base import Engine, EngineError, EngineHealth, OnGroup
 from megagrpo.engines.hf_model import end_token_ids, load_from_folder
 from megagrpo.engines.server.connection import ServerConnection
@@ -51,7 +51,7 @@ class RemoteEngine(ServerProtocol, Engine):
     def __init__(
         self,
         model_folder: str | Path,
-        config: EngineConfig,
+        config: ServerEngineConfig,
         tokenizer: Any = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -69,7 +69,7 @@ class RemoteEngine(ServerProtocol, Engine):
             device: what the server computes on, as its type says.
             load_weights: the server reads the folder's weights and serves them as version 0; only where it is
                 started here.
-            address: None: the one in `config.addresses`, or a server is started.
+            address: None: the one in `config.server.addresses`, or a server is started.
             log_file: of a server that is started; None: a temporary file.
 
         Raises:
@@ -78,23 +78,23 @@ class RemoteEngine(ServerProtocol, Engine):
         """
         self.config, self.is_owner, self.load_weights = config, is_owner, load_weights
         self.model_folder, self.device, self.dtype = Path(model_folder), torch.device(device), dtype
-        self.engine_ranks = config.tensor_parallel
+        self.engine_ranks = config.server.tensor_parallel
         self._hf = load_from_folder(AutoConfig, model_folder)
         self.tokenizer = tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
         self.end_token_ids = end_token_ids(model_folder, self._hf, self.tokenizer)
         tensors = checkpoint_tensors(read_hf_config(model_folder))
         shapes = {tensor.name: tensor.shape for tensor in tensors}
         self.quantization_config = None  # of the server's model
-        if config.quantization != "none":
+        if config.server.quantization != "none":
             self.quantization_config = quantization_config(tensors)
             shapes = quantized_shapes(tensors)
         self._tensor_shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self._closed = self._asleep = self._aborted = False
         self.transfer_group: str | None = None
-        address = address or _only(config.addresses)
+        address = address or _only(config.server.addresses)
         if address and load_weights:
             raise UserError(
-                f"engine.addresses: {address}: serves weights of its own; they must be published to it"
+                f"engine.server.addresses: {address}: serves weights of its own; they must be published to it"
             )
         self._connection = ServerConnection(self, address, log_file)
         self._weights = ServerWeights(self._tensor_shapes, self, is_owner)
@@ -121,7 +121,7 @@ class RemoteEngine(ServerProtocol, Engine):
     @property
     def context_tokens(self) -> int:
         """Largest number of tokens of a prompt with its completion."""
-        return self.config.max_model_len or self._hf.max_position_embeddings
+        return self.config.server.max_model_len or self._hf.max_position_embeddings
 
     @property
     def vocab_size(self) -> int:
@@ -147,9 +147,11 @@ class RemoteEngine(ServerProtocol, Engine):
             )
 
     def check_model(self) -> None:
-        """Compare the server's model with `engine.quantization`. Raises UserError where they differ."""
-        if mismatch := find_mismatch(self.config.quantization, self.describe_parameters()):
-            raise UserError(f"engine.quantization: {self.config.quantization}: {mismatch} at {self.address}")
+        """Compare the server's model with `engine.server.quantization`. UserError where they differ."""
+        if mismatch := find_mismatch(self.config.server.quantization, self.describe_parameters()):
+            raise UserError(
+                f"engine.server.quantization: {self.config.server.quantization}: {mismatch} at {self.address}"
+            )
 
     def sample_probe(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
         """Sample completion 0 of a prompt under a version that is complete and does not serve yet.
@@ -280,7 +282,7 @@ class RemoteEngine(ServerProtocol, Engine):
 
         Raises:
             EngineError: the engine is closed, its server was not started here, or it died more than
-                `engine.max_restarts` times.
+                `engine.server.max_restarts` times.
             UserError: it does not start.
         """
         if self._closed:
@@ -324,5 +326,5 @@ class RemoteEngine(ServerProtocol, Engine):
 
 def _only(addresses: Sequence[str]) -> str | None:
     if len(addresses) > 1:
-        raise UserError(f"engine.addresses: names {len(addresses)} servers, one engine is one of them")
+        raise UserError(f"engine.server.addresses: names {len(addresses)} servers, one engine is one of them")
     return addresses[0] if addresses else None

@@ -148,6 +148,6 @@ class EngineClient:
 
     def _silence(self, what: str) -> str:
         return (
-            f"{self.address}: {what} was answered within engine.request_timeout_seconds = "
+            f"{self.address}: {what} was answered within engine.server.request_timeout_seconds = "
             f"{self._timeout_seconds:g}"
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import ServerEngineConfig
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.server.http_client import EngineClient
 from megagrpo.engines.server.process import ServerProcess
@@ -21,7 +21,7 @@ class ServerKind(Protocol):
     """How the server of an engine is started."""
 
     package: EnginePackage
-    config: EngineConfig
+    config: ServerEngineConfig
     health_path: str
 
     def server_command(self, python: str, port: int) -> list[str]:
@@ -42,8 +42,8 @@ class OwnedServer:
         self._log_file = Path(
             log_file or tempfile.mkstemp(prefix=f"megagrpo_{kind.package.name}_", suffix=".log")[1]
         )
-        self._python = find_python(kind.config.python, kind.package)
-        self._restarts_left = kind.config.max_restarts
+        self._python = find_python(kind.config.server.python, kind.package)
+        self._restarts_left = kind.config.server.max_restarts
         self._process = self._start(None)
 
     @property
@@ -65,12 +65,14 @@ class OwnedServer:
         self._process.stop()
 
     def restart(self) -> None:
-        """Start it anew. Raises EngineError once `engine.max_restarts` are used up, UserError if it does
+        """Start it anew. EngineError once `engine.server.max_restarts` are used up, UserError if it does
         not start.
         """
         self._process.stop()
         if not self._restarts_left:
-            raise EngineError(f"engine.max_restarts = {self._kind.config.max_restarts} are used up")
+            raise EngineError(
+                f"engine.server.max_restarts = {self._kind.config.server.max_restarts} are used up"
+            )
         self._restarts_left -= 1
         self._process = self._start(self._process.port)
 
@@ -81,11 +83,11 @@ class OwnedServer:
             process = ServerProcess(
                 lambda port: self._kind.server_command(self._python, port), environment, self._log_file, port
             )
-            probe = EngineClient(process.address, config.request_timeout_seconds, process.describe_end)
+            probe = EngineClient(process.address, config.server.request_timeout_seconds, process.describe_end)
             try:
                 process.wait_ready(
                     lambda probe=probe: probe.is_answering(self._kind.health_path),
-                    config.start_timeout_seconds,
+                    config.server.start_timeout_seconds,
                 )
                 return process
             except UserError as error:

@@ -95,7 +95,7 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 self.stop()
                 raise UserError(
-                    "the server did not serve within engine.start_timeout_seconds = "
+                    "the server did not serve within engine.server.start_timeout_seconds = "
                     f"{timeout_seconds:g}: {self.last_words()}"
                 )
             time.sleep(_POLL_SECONDS)

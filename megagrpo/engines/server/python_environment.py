@@ -52,7 +52,7 @@ def find_python(configured: str | None, package: EnginePackage) -> str:
     if configured is not None:
         python = Path(configured).expanduser()
         if not python.is_file():
-            raise UserError(f"engine.python: {configured}: no such file")
+            raise UserError(f"engine.server.python: {configured}: no such file")
     elif importlib.util.find_spec(package.name) is not None:
         python = Path(sys.executable)
     elif made.is_file():
@@ -60,7 +60,7 @@ def find_python(configured: str | None, package: EnginePackage) -> str:
     else:
         raise UserError(
             f"engine.name: {package.name}: is not installed here: run `make engines` (makes {made}), or "
-            f"pip install 'megagrpo[{package.name}]', or name its Python in engine.python"
+            f"pip install 'megagrpo[{package.name}]', or name its Python in engine.server.python"
         )
     _check_version(python, package)
     return str(python)
@@ -73,10 +73,12 @@ def _check_version(python: Path, package: EnginePackage) -> None:
             command, capture_output=True, text=True, timeout=_QUESTION_TIMEOUT_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"engine.python: {python}: {type(error).__name__}: {error}") from None
+        raise UserError(f"engine.server.python: {python}: {type(error).__name__}: {error}") from None
     version = answer.stdout.strip()
     if not version:
-        raise UserError(f"engine.python: {python}: has none of {', '.join(package.distributions)} installed")
+        raise UserError(
+            f"engine.server.python: {python}: has none of {', '.join(package.distributions)} installed"
+        )
     if _numbers(version) < package.oldest:
         wanted = ".".join(map(str, package.oldest))
         raise UserError(

@@ -68,7 +68,7 @@ class SglangEngine(RemoteEngine):
             "max_prefill_tokens": self.config.max_prefill_tokens,
             "chunked_prefill_size": self.config.max_prefill_tokens,
             "max_total_tokens": self._kv_cache_tokens(context),
-            "tp_size": self.config.tensor_parallel,
+            "tp_size": self.config.server.tensor_parallel,
             "sampling_backend": "pytorch",  # the name under which the server registers our sampler
             "load_format": "auto" if self.load_weights else "dummy",
             "weight_version": "0",
@@ -91,12 +91,12 @@ class SglangEngine(RemoteEngine):
             # What sleep() gives back. Weights without a copy would be lost, and with them the base of
             # published changes.
             arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-            arguments |= {"mem_fraction_static": self.config.gpu_memory_fraction}  # of what is free
+            arguments |= {"mem_fraction_static": self.config.server.gpu_memory_fraction}  # of what is free
         return [
             *host_command(python, "megagrpo.host.sglang.server"),
             "--end-with-parent",
-            *(["--offline"] if self.config.offline else []),
-            *command_line_arguments(arguments | self.config.options),
+            *(["--offline"] if self.config.server.offline else []),
+            *command_line_arguments(arguments | self.config.server.options),
         ]
 
     def server_environment(self) -> Mapping[str, str]:
@@ -108,16 +108,20 @@ class SglangEngine(RemoteEngine):
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
         if self.device.type == "cpu":
-            environment |= thread_environment(self.config.tensor_parallel * self.config.num_replicas)
+            environment |= thread_environment(
+                self.config.server.tensor_parallel * self.config.server.num_replicas
+            )
             environment |= {
                 "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a small model's whole rollout
                 "SGLANG_CPU_OMP_THREADS_BIND": cores_by_rank(
-                    sorted(os.sched_getaffinity(0)), self.config.tensor_parallel
+                    sorted(os.sched_getaffinity(0)), self.config.server.tensor_parallel
                 ),
             }
         else:
             environment |= device_environment(
-                self.device.index or 0, self.config.tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES")
+                self.device.index or 0,
+                self.config.server.tensor_parallel,
+                os.environ.get("CUDA_VISIBLE_DEVICES"),
             )
         return environment
 
@@ -202,7 +206,7 @@ class SglangEngine(RemoteEngine):
     @property
     def _routed_shape(self) -> tuple[int, int] | None:
         """(layers, experts per token) where the server was told to return routed experts."""
-        if not self.config.options.get("enable_return_routed_experts"):
+        if not self.config.server.options.get("enable_return_routed_experts"):
             return None
         return self._hf.num_hidden_layers, self._hf.num_experts_per_tok
 
@@ -229,15 +233,15 @@ class SglangEngine(RemoteEngine):
         """Return the tokens that the key/value cache has room for: no more than can be in use; None leaves
         it to the server.
         """
-        if self.config.kv_cache_bytes is None and self.device.type != "cpu":
+        if self.config.server.kv_cache_bytes is None and self.device.type != "cpu":
             return None
         heads = self._hf.num_key_value_heads or self._hf.num_attention_heads
         head_size = (
             getattr(self._hf, "head_dim", None) or self._hf.hidden_size // self._hf.num_attention_heads
         )
-        heads_of_rank = -(-heads // self.config.tensor_parallel)
+        heads_of_rank = -(-heads // self.config.server.tensor_parallel)
         token_bytes = 2 * self._hf.num_hidden_layers * heads_of_rank * head_size * self.dtype.itemsize
-        budget = (self.config.kv_cache_bytes or _CPU_KV_CACHE_BYTES) // token_bytes
+        budget = (self.config.server.kv_cache_bytes or _CPU_KV_CACHE_BYTES) // token_bytes
         return max(context, min(budget, context * self.config.max_batch_completions))
 
     def _continue(self) -> None:

@@ -57,7 +57,7 @@ class VllmEngine(RemoteEngine):
             "max_num_seqs": self.config.max_batch_completions,
             # A batch must hold one token of each sequence.
             "max_num_batched_tokens": max(self.config.max_prefill_tokens, self.config.max_batch_completions),
-            "tensor_parallel_size": self.config.tensor_parallel,
+            "tensor_parallel_size": self.config.server.tensor_parallel,
             "worker_extension_cls": "megagrpo.host.vllm.worker.WeightReceiver",
             "scheduler_cls": "megagrpo.host.vllm.scheduler.build_scheduler",
             "weight_transfer_config": {"backend": "megagrpo"},  # of host/vllm/transfer.py
@@ -78,17 +78,19 @@ class VllmEngine(RemoteEngine):
             arguments |= {"tokenizer": self._tokenizer_folder}
         if self.device.type == "cpu":
             arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_TOKENS}
-            arguments |= {"kv_cache_memory_bytes": self.config.kv_cache_bytes or _CPU_KV_CACHE_BYTES}
+            arguments |= {"kv_cache_memory_bytes": self.config.server.kv_cache_bytes or _CPU_KV_CACHE_BYTES}
         else:
             arguments |= {"enable_sleep_mode": True}
-            share = share_of_device_memory(self.config.gpu_memory_fraction)
+            share = share_of_device_memory(self.config.server.gpu_memory_fraction)
             arguments |= {"gpu_memory_utilization": share}
             arguments |= (
-                {"kv_cache_memory_bytes": self.config.kv_cache_bytes} if self.config.kv_cache_bytes else {}
+                {"kv_cache_memory_bytes": self.config.server.kv_cache_bytes}
+                if self.config.server.kv_cache_bytes
+                else {}
             )
         return [
             *host_command(python, "megagrpo.host.vllm.server"),
-            *command_line_arguments(arguments | self.config.options),
+            *command_line_arguments(arguments | self.config.server.options),
         ]
 
     def server_environment(self) -> Mapping[str, str]:
@@ -100,7 +102,9 @@ class VllmEngine(RemoteEngine):
             "PYTHONPATH": str(HOST_PATH),
         }
         if self.device.type == "cpu":
-            environment |= thread_environment(self.config.tensor_parallel * self.config.num_replicas)
+            environment |= thread_environment(
+                self.config.server.tensor_parallel * self.config.server.num_replicas
+            )
             environment |= {
                 # its own binding leaves a core out and can't know of the trainer's ranks
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -109,7 +113,7 @@ class VllmEngine(RemoteEngine):
         else:
             first = self.device.index or 0
             environment |= device_environment(
-                first, self.config.tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES")
+                first, self.config.server.tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES")
             )
         return environment
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megagrpo.config.load import load_config
-from megagrpo.config.messages import field_places
+from megagrpo.config.load import dump_config, load_config
+from megagrpo.config.messages import field_paths, field_places
 from megagrpo.config.near_names import MOVED, PEERS
 from megagrpo.config.schema import Config
 from megagrpo.errors import ConfigError
@@ -53,6 +53,46 @@ def test_no_field_of_ours_is_translated_where_it_stands():
             "rollout.max_logprob_gap=1e-4",
             "rollout.max_logprob_gap: not a field; it is rollout.logprob_gap.stop_above now",
         ),
+        ("engine.replicas=2", "engine.replicas: not a field; it is engine.server.replicas now"),
+        (
+            "engine.server.replicas=2",
+            "engine.server: not a field; it is one of engine.name vllm, engine.name sglang, engine.name "
+            "FILE.py:NAME",
+        ),
+        (
+            "engine={name: vllm, server: {offline: true}}",
+            "engine.server.offline: not a field; it is one of engine.name sglang",
+        ),
+        (
+            "engine={name: sglang, server: {replica: 2}}",
+            "engine.server.replica: not a field; did you mean replicas?",
+        ),
+        (
+            "engine.name=vlm",
+            "engine.name: no engine is called 'vlm'; did you mean vllm?; there are transformers, "
+            "vllm, sglang, and "
+            "your own as FILE.py:NAME",
+        ),
+        (
+            "engine=vllm",
+            'engine: "vllm": must be a section with some of the fields max_batch_completions, '
+            "max_prefill_tokens, sleep_while_training, name, server; say engine: {name: vllm}",
+        ),
+        (
+            "weights.transport=group",
+            'weights.transport: "group": must be a section with some of the fields kind; say '
+            "weights.transport: {kind: group}",
+        ),
+        (
+            "weights.transport={kind: group, folder: x}",
+            "weights.transport.folder: not a field; it is one of weights.transport.kind disk",
+        ),
+        ("weights.folder=x", "weights.folder: not a field; it is weights.transport.folder (kind: disk) now"),
+        (
+            "weights.transport.kind=grup",
+            'weights.transport.kind: "grup": must be one of auto, shared_memory, group, ipc, disk; did you '
+            "mean group?",
+        ),
         ("parallel.tpp=2", "parallel.tpp: not a field; did you mean tp?"),
     ],
 )
@@ -60,3 +100,23 @@ def test_a_foreign_or_old_name_is_translated(run_file, override, line):
     with pytest.raises(ConfigError) as caught:
         load_config(run_file, [override])
     assert line in caught.value.problems
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["engine.name=vllm", "engine.server.replicas=2"],
+        ["engine.name=sglang", "engine.server.offline=true"],
+        ["engine.name='mine.py:Engine'", "engine.server.python=python3"],
+        ["weights.transport.kind=disk", "weights.transport.folder=shared"],
+        ["engine=null"],
+    ],
+)
+def test_each_kind_of_section_reloads_as_it_was(run_file, tmp_path, overrides):
+    config = load_config(run_file, overrides)
+    (tmp_path / "resolved.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_there_are_no_more_fields_than_can_be_overlooked():
+    assert len(list(field_paths(Config))) <= 170

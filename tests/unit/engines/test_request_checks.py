@@ -33,7 +33,7 @@ def test_every_replica_of_a_machine_has_devices_of_its_own():
     assert device_environment(1, 2, "4,5,6") == {"CUDA_VISIBLE_DEVICES": "5,6"}
     with pytest.raises(
         UserError,
-        match=r"engine.tensor_parallel: 2: devices from number 2 on are wanted, "
+        match=r"engine.server.tensor_parallel: 2: devices from number 2 on are wanted, "
         r"CUDA_VISIBLE_DEVICES is 4,5,6",
     ):
         device_environment(2, 2, "4,5,6")

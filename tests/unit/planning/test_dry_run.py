@@ -161,7 +161,6 @@ def test_misspelt_components_are_told_together(run_file):
     overrides = [
         "algorithm.loss=ppo_clp",
         "algorithm.advantage_options={k: 2}",
-        "engine.name=vlm",
         "rewards.functions=[{name: exat_match}, {name: exact_match, options: {colum: answer}}, {name: "
         "'reward.py:score'}]",
     ]
@@ -170,7 +169,6 @@ def test_misspelt_components_are_told_together(run_file):
     starts = [
         "algorithm.advantage_options.k: not an option of grpo",
         "algorithm.loss: no loss is called 'ppo_clp'; did you mean ppo_clip?; there are ",
-        "engine.name: no engine is called 'vlm'; did you mean vllm?",
         "rewards.functions.0.name: no reward is called 'exat_match'; did you mean exact_match?; there are ",
         "rewards.functions.1.options.colum: not an option of exact_match; did you mean column?; its "
         "options: column, ",

@@ -11,7 +11,7 @@ MODEL = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 1024, "hidden_size": 384,
     "intermediate_size": 1024,
 }  # fmt: skip
-FP8 = ["engine.name=vllm", "engine.quantization=fp8_block", "precision.recipe=bf16"]
+FP8 = ["engine.name=vllm", "engine.server.quantization=fp8_block", "precision.recipe=bf16"]
 
 
 @pytest.fixture
@@ -36,11 +36,6 @@ def problems_of(tmp_path, monkeypatch):
     [
         (
             1,
-            ["engine.replicas=2"],
-            "engine.replicas: 2: engine.name transformers lives in the ranks, it has no server",
-        ),
-        (
-            1,
             ["engine.sleep_while_training=true", "rollout.off_policy=one_step_off"],
             "engine.sleep_while_training: true: rollout.off_policy one_step_off generates during updates",
         ),
@@ -57,84 +52,82 @@ def problems_of(tmp_path, monkeypatch):
         ),
         (
             1,
-            ["engine.name=vllm", "engine.offline=true"],
-            "engine.offline: true: engine.name vllm has no such form, sglang has",
-        ),
-        (
-            1,
-            ["engine.name=sglang", "engine.offline=true", "engine.addresses=['http://a:1']"],
-            "engine.offline: true: engine.addresses names servers that run already",
+            ["engine.name=sglang", "engine.server.offline=true", "engine.server.addresses=['http://a:1']"],
+            "engine.server.offline: true: engine.server.addresses names servers that run already",
         ),
         (
             2,
-            ["engine.name=vllm", "engine.replicas=3"],
-            "engine.replicas: 3 replicas: at most one for each of the 2 ranks",
+            ["engine.name=vllm", "engine.server.replicas=3"],
+            "engine.server.replicas: 3 replicas: at most one for each of the 2 ranks",
         ),
         (
             1,
-            ["engine.name=vllm", "engine.addresses=[node1:8000]"],
-            "engine.addresses.0: node1:8000: is not of the form http://HOST:PORT",
+            ["engine.name=vllm", "engine.server.addresses=[node1:8000]"],
+            "engine.server.addresses.0: node1:8000: is not of the form http://HOST:PORT",
         ),
         (
             1,
-            ["engine.name=vllm", "engine.addresses=['http://a:x']"],
-            "engine.addresses.0: http://a:x: is not of the form http://HOST:PORT",
+            ["engine.name=vllm", "engine.server.addresses=['http://a:x']"],
+            "engine.server.addresses.0: http://a:x: is not of the form http://HOST:PORT",
         ),
         (
             2,
-            ["engine.name=vllm", "engine.replicas=3", "engine.addresses=['http://a:1','http://b:1']"],
-            "engine.replicas: 3: engine.addresses names 2; leave one of them out",
+            [
+                "engine.name=vllm",
+                "engine.server.replicas=3",
+                "engine.server.addresses=['http://a:1','http://b:1']",
+            ],
+            "engine.server.replicas: 3: engine.server.addresses names 2; leave one of them out",
         ),
         (
             1,
-            ["engine.name=vllm", "engine.tensor_parallel=4"],
-            "engine.tensor_parallel: 4: does not divide the model's 6 attention heads and 2 key/value "
+            ["engine.name=vllm", "engine.server.tensor_parallel=4"],
+            "engine.server.tensor_parallel: 4: does not divide the model's 6 attention heads and 2 key/value "
             "heads; these do: 1, 2, 6",
         ),
         (
             1,
-            ["engine.name=vllm", "engine.max_model_len=700"],
-            "engine.max_model_len: 700: data.max_prompt_tokens 512 + rollout.max_new_tokens 256 = 768",
+            ["engine.name=vllm", "engine.server.max_model_len=700"],
+            "engine.server.max_model_len: 700: data.max_prompt_tokens 512 + rollout.max_new_tokens 256 = 768",
         ),
         (
             1,
-            ["engine.name=vllm", "engine.max_model_len=2048"],
-            "engine.max_model_len: 2048: the model has 1024 positions (max_position_embeddings)",
+            ["engine.name=vllm", "engine.server.max_model_len=2048"],
+            "engine.server.max_model_len: 2048: the model has 1024 positions (max_position_embeddings)",
         ),
         (
             1,
-            ["engine.name=vllm", "engine.start_timeout_seconds=600"],
-            "engine.start_timeout_seconds: 600: other ranks wait only run.collective_timeout_seconds = 600; "
+            ["engine.name=vllm", "engine.server.start_timeout_seconds=600"],
+            "engine.server.start_timeout_seconds: 600: other ranks wait only "
+            "run.collective_timeout_seconds = 600; "
             "take less",
         ),
         (
             1,
             [*FP8, "precision.recipe=fp32"],
-            "engine.quantization: fp8_block: servers of such models compute in bfloat16; take "
+            "engine.server.quantization: fp8_block: servers of such models compute in bfloat16; take "
             "precision.recipe bf16",
         ),
         (
             1,
             [*FP8, "weights.layout=sharded"],
-            "engine.quantization: fp8_block: weights.layout sharded has no place for scales; take full, or "
+            "engine.server.quantization: fp8_block: weights.layout sharded has no place for scales; "
+            "take full, or "
             "auto, which is full then",
         ),
         (
             1,
-            [*FP8, "engine.tensor_parallel=2"],
-            "engine.quantization: fp8_block: an engine rank would hold query rows 192, key rows 64: no "
+            [*FP8, "engine.server.tensor_parallel=2"],
+            "engine.server.quantization: fp8_block: an engine rank would hold query rows 192, key "
+            "rows 64: no "
             "multiples of 128, the rows of a "
             "block",
         ),
         (
             1,
             [*FP8, "weights.delta=true"],
-            "engine.quantization: fp8_block: weights.delta: layers of a quantised model are loaded whole",
-        ),
-        (
-            1,
-            ["engine.quantization=fp8_block"],
-            "engine.quantization: fp8_block: engine.name transformers lives in the ranks, it has no server",
+            "engine.server.quantization: fp8_block: weights.delta: layers of a quantised model are "
+            "loaded whole",
         ),
     ],
 )
@@ -147,14 +140,19 @@ def test_a_mistake_is_told_with_what_is_allowed(problems_of, world_size, overrid
     [
         [],
         ["engine.name=vllm", "weights.delta=true", "weights.probe_tokens=1016"],
-        ["engine.name=vllm", "weights.delta=true", "weights.layout=full", "weights.transport=disk"],
+        ["engine.name=vllm", "weights.delta=true", "weights.layout=full", "weights.transport.kind=disk"],
         ["weights.bucket_bytes=1000000"],
         FP8,
-        ["engine.name=vllm", "engine.replicas=2", "engine.tensor_parallel=2", "engine.max_model_len=768"],
         [
             "engine.name=vllm",
-            "engine.addresses=['http://10.0.0.1:8000','https://[::1]:80']",
-            "engine.options={block_size: 32}",
+            "engine.server.replicas=2",
+            "engine.server.tensor_parallel=2",
+            "engine.server.max_model_len=768",
+        ],
+        [
+            "engine.name=vllm",
+            "engine.server.addresses=['http://10.0.0.1:8000','https://[::1]:80']",
+            "engine.server.options={block_size: 32}",
         ],
     ],
 )

@@ -69,11 +69,11 @@ class GoodFamily(ModelFamily):
     def transformer_config_fields(self, hf):
         return {}
     def parameter_rules(self, hf):
-        return [ParameterRule("decoder.layers.{layer}.a", ("layers.{layer}.a",), "row")]
+        return [ParameterRule("decoder.layers.{layer}.a", ("layers.{layer}.a",), "row", ((4, 4),))]
 
 class FamilyOfOneLayer(GoodFamily):
     def parameter_rules(self, hf):
-        return [ParameterRule("decoder.layers.{layer}.a", ("layers.a",), "diagonal")]
+        return [ParameterRule("decoder.layers.{layer}.a", ("layers.a",), "diagonal", ((4, 4),))]
 
 class HalfFamily(ModelFamily):
     def transformer_config_fields(self, hf):

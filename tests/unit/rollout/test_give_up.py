@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import build_engine_config
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.server.sglang import SglangEngine
 from megagrpo.errors import StopRequested
@@ -103,7 +103,8 @@ def test_requests_at_a_server_are_aborted_and_the_rollout_is_given_up(
 ):
     address, asked, ended = busy_server
     engine = SglangEngine(
-        tiny_hf_folder("qwen3"), EngineConfig(name="sglang", addresses=(address,), max_batch_completions=4)
+        tiny_hf_folder("qwen3"),
+        build_engine_config(name="sglang", max_batch_completions=4, server={"addresses": (address,)}),
     )
     engine._weights.mark_complete(0)
     generator = RolloutGenerator(engine, scripted_rewards(), OneRank(), [0], is_embedded=False)

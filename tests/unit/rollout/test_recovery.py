@@ -62,7 +62,10 @@ def test_a_lost_replica_starts_while_the_others_go_on_and_comes_back_with_the_ne
 
 
 def test_where_nothing_is_left_a_publish_waits_for_a_start(ranks):
-    engines = [Restartable("dead"), Restartable("dead", EngineError("engine.max_restarts = 0 are used up"))]
+    engines = [
+        Restartable("dead"),
+        Restartable("dead", EngineError("engine.server.max_restarts = 0 are used up")),
+    ]
     for engine in engines:
         engine.may_start.set()
     parts = recoveries(*engines)

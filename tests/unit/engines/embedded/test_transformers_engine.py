@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import build_engine_config
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.embedded.transformers import TransformersEngine
 from megagrpo.errors import UserError
@@ -24,7 +24,7 @@ def prompts(character_tokenizer):
 
 
 def serving(folder, **config):
-    return TransformersEngine(folder, EngineConfig(**config), load_weights=True)
+    return TransformersEngine(folder, build_engine_config(**config), load_weights=True)
 
 
 def params(**fields):
@@ -60,7 +60,7 @@ def test_logprobs_equal_a_teacher_forced_forward(
 ):
     model = tiny_model(family, **overrides)
     model.save_pretrained(tmp_path)
-    engine = TransformersEngine(tmp_path, EngineConfig(), character_tokenizer, load_weights=True)
+    engine = TransformersEngine(tmp_path, build_engine_config(), character_tokenizer, load_weights=True)
     for prompt, group in zip(
         prompts, engine.generate(prompts, params(temperature=temperature), range(3)), strict=True
     ):
@@ -79,8 +79,8 @@ def test_weights_load_under_the_names_of_the_checkpoint(
     from safetensors.torch import load_file
 
     tiny_model(family, tie_word_embeddings=family == "llama").save_pretrained(tmp_path)
-    from_folder = TransformersEngine(tmp_path, EngineConfig(), character_tokenizer, load_weights=True)
-    loaded = TransformersEngine(tmp_path, EngineConfig(), character_tokenizer)
+    from_folder = TransformersEngine(tmp_path, build_engine_config(), character_tokenizer, load_weights=True)
+    loaded = TransformersEngine(tmp_path, build_engine_config(), character_tokenizer)
     loaded.begin_update(1)
     for bucket in load_file(tmp_path / "model.safetensors").items():
         loaded.load([bucket])
@@ -207,4 +207,4 @@ def test_sliding_window_attention_is_refused(tmp_path, tiny_model, character_tok
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     tiny_model("qwen2", **window).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"layer_types: .*sliding_attention"):
-        TransformersEngine(tmp_path, EngineConfig(), character_tokenizer)
+        TransformersEngine(tmp_path, build_engine_config(), character_tokenizer)

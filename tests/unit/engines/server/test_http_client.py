@@ -92,14 +92,14 @@ def test_silence_ends_with_the_time_out(server):
     client = client_of(server, timeout_seconds=0.5)
     with pytest.raises(
         EngineUnreachable,
-        match=r"/wait was answered within engine.request_timeout_seconds "
+        match=r"/wait was answered within engine.server.request_timeout_seconds "
         r"= 0.5",
     ):
         client.call("/wait", {})
     with pytest.raises(
         EngineUnreachable,
         match=r"no request was answered within "
-        r"engine.request_timeout_seconds = 0.5",
+        r"engine.server.request_timeout_seconds = 0.5",
     ):
         client.call_all([("/wait", {})], ignore, 1, never, [])
 

@@ -51,5 +51,5 @@ def test_a_version_that_is_too_old_or_absent_is_told(tmp_path, version, message)
 
 
 def test_a_python_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(UserError, match=r"engine.python: .*/none: no such file"):
+    with pytest.raises(UserError, match=r"engine.server.python: .*/none: no such file"):
         find_python(str(tmp_path / "none"), ABSENT)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import build_engine_config
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.server.http_client import EngineClient, EngineUnreachable
 from megagrpo.engines.server.vllm import VllmEngine
@@ -13,7 +13,7 @@ from megagrpo.engines.server.vllm import VllmEngine
 def follower(tiny_hf_folder, monkeypatch):
     """An engine whose server is only said to be there; it holds version 4."""
     monkeypatch.setattr(EngineClient, "is_answering", lambda self, path: True)
-    config = EngineConfig(name="vllm", addresses=("http://127.0.0.1:9",))
+    config = build_engine_config(name="vllm", server={"addresses": ("http://127.0.0.1:9",)})
     engine = VllmEngine(tiny_hf_folder("qwen3"), config, is_owner=False)
     publish(engine, 4)
     yield engine

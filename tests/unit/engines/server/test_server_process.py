@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import build_engine_config
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.server.arguments import HOST_PATH
 from megagrpo.engines.server.owned_server import OwnedServer
@@ -108,7 +108,7 @@ def test_an_older_error_in_the_log_is_not_taken_for_this_one(tmp_path):
 
 def test_a_server_that_does_not_serve_in_time_is_ended(tmp_path):
     server = start("import time; print('loading', flush=True); time.sleep(600)", tmp_path)
-    with pytest.raises(UserError, match=r"did not serve within engine.start_timeout_seconds = 0.5"):
+    with pytest.raises(UserError, match=r"did not serve within engine.server.start_timeout_seconds = 0.5"):
         server.wait_ready(lambda: False, 0.5)
     assert not server.is_alive()
 
@@ -159,7 +159,9 @@ class Kind:
     health_path = "/health"
 
     def __init__(self, tmp_path: Path, first: str = "raise SystemExit('unused')", max_restarts: int = 1):
-        self.config = EngineConfig(name="fake", max_restarts=max_restarts, start_timeout_seconds=60)
+        self.config = build_engine_config(
+            name="vllm", server={"max_restarts": max_restarts, "start_timeout_seconds": 60}
+        )
         self.tmp_path, self.first, self.ports = tmp_path, first, []
 
     def server_command(self, python, port):
@@ -183,7 +185,7 @@ def test_another_failure_is_not_tried_again(tmp_path):
     kind = Kind(tmp_path, first="raise ValueError('no such model')")
     with pytest.raises(
         UserError,
-        match=r"engine.name: fake: the server ended with code 1 .*ValueError: no "
+        match=r"engine.name: vllm: the server ended with code 1 .*ValueError: no "
         r"such model",
     ):
         OwnedServer(kind, tmp_path / "log")
@@ -200,7 +202,7 @@ def test_a_dead_server_is_started_anew_at_its_address_as_often_as_allowed(tmp_pa
         server.restart()
         assert server.address == address and server.pid != first_pid and server.describe_end() is None
         os.kill(server.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"engine.max_restarts = 1 are used up"):
+        with pytest.raises(EngineError, match=r"engine.server.max_restarts = 1 are used up"):
             server.restart()
     finally:
         server.stop()

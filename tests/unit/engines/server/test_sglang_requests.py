@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.config.schema import EngineConfig
+from megagrpo.config.engine import SglangServerConfig, build_engine_config
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.completions import build_completion
 from megagrpo.engines.embedded.stopping import StopRule
@@ -31,17 +31,16 @@ def build(tiny_hf_folder, monkeypatch):
     monkeypatch.setattr(EngineClient, "is_answering", lambda self, path: True)
 
     def build(family="qwen3", tokenizer=None, **fields):
-        return SglangEngine(
-            tiny_hf_folder(family),
-            EngineConfig(name="sglang", addresses=("http://127.0.0.1:9",), **fields),
-            tokenizer,
-        )
+        own = {name: fields.pop(name) for name in list(fields) if name not in SglangServerConfig.model_fields}
+        server = {"addresses": ("http://127.0.0.1:9",), **fields}
+        config = build_engine_config(name="sglang", server=server, **own)
+        return SglangEngine(tiny_hf_folder(family), config, tokenizer)
 
     return build
 
 
 def test_every_route_that_is_called_is_also_there_without_sglangs_http_server():
-    """`engine.offline` serves what is written down in its module alone."""
+    """`engine.server.offline` serves what is written down in its module alone."""
     package = Path(sglang.__file__).parents[2]
     called, served = (
         set(re.findall(r'"(/[a-z_]+)"', (package / name).read_text()))
