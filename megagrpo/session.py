@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from megagrpo.algorithms.algorithm import Algorithm
+from megagrpo.checkpoint.identity import check_own_config
 from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
 from megagrpo.config.schema import Config, EvaluationSetConfig
 from megagrpo.device.device import set_deterministic
@@ -92,6 +93,7 @@ def build_session(
     use_te = uses_transformer_engine(config.model.attention, precision.params_dtype)
     hf_folder = hf_folder_of(config.model.path)
     hf = read_hf_config(hf_folder)
+    check_own_config(config.model.path, hf)
     algorithm = Algorithm(
         config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens
     )

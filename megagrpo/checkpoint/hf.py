@@ -65,6 +65,7 @@ def convert_megatron_to_hf(source: str | Path, target: str | Path, tp: int = 1, 
 
 def _load(source: Path, tp: int, pp: int):
     device = device_module.setup()
+    from megagrpo.checkpoint.identity import check_own_config
     from megagrpo.config.model_folder import hf_folder_of
     from megagrpo.models.hf_config import read_hf_config
     from megagrpo.models.precision import build_precision
@@ -74,6 +75,7 @@ def _load(source: Path, tp: int, pp: int):
     from megagrpo.parallel.layout import ParallelLayout
 
     hf = read_hf_config(hf_folder_of(source))
+    check_own_config(source, hf)
     raw = json.loads((hf_folder_of(source) / "config.json").read_text())
     recipe = "bf16" if raw.get("dtype", raw.get("torch_dtype")) in _BF16 else "fp32"
     layout = ParallelLayout(int(os.environ.get("WORLD_SIZE", "1")), tp=tp, pp=pp)

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megagrpo.checkpoint.manifest import record_file
+from megagrpo.checkpoint.manifest import MANIFEST, ManifestError, read_manifest, record_file
+from megagrpo.config.model_folder import hf_folder_of
+from megagrpo.errors import UserError
 from megagrpo.models.family import HFConfig
 from megagrpo.parallel.groups import all_gather_metadata
 
@@ -22,6 +24,30 @@ _WEIGHT_PATTERNS = ("*.safetensors", "*.distcp", ".metadata")
 def describe_model(hf: HFConfig) -> dict[str, Any]:
     """Return the fields of config.json that the weights depend on."""
     return {name: value for name, value in sorted(hf.raw.items()) if name not in _VOLATILE}
+
+
+def check_own_config(folder: str | Path, hf: HFConfig) -> None:
+    """Refuse a run's checkpoint as a model where its config.json is not the one that the weights were saved
+    with; other folders pass.
+
+    Raises:
+        UserError: one line for each field that differs, or for a manifest that can't be read.
+    """
+    if not (Path(folder) / MANIFEST).is_file():
+        return
+    try:
+        saved = read_manifest(Path(folder)).model
+    except ManifestError as error:
+        raise UserError(f"model.path: {folder}: {error}") from None
+    own, missing = json.loads(json.dumps(describe_model(hf))), "(not set)"
+    problems = [
+        f"{hf_folder_of(folder) / 'config.json'}: {name}: {own.get(name, missing)}, the manifest "
+        f"of the weights says {saved.get(name, missing)}"
+        for name in sorted(saved.keys() | own.keys())
+        if saved.get(name, missing) != own.get(name, missing)
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:

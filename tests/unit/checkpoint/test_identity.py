@@ -1,8 +1,19 @@
 """A checkpoint's model, tokenizer and reference weights against those of a run: both sides are named."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from megagrpo.checkpoint.identity import compare, compare_weights, describe_model, describe_tokenizer
+import pytest
+
+from megagrpo.checkpoint.identity import (
+    check_own_config,
+    compare,
+    compare_weights,
+    describe_model,
+    describe_tokenizer,
+)
+from megagrpo.checkpoint.manifest import Manifest, write_manifest
+from megagrpo.errors import UserError
 from megagrpo.models.hf_config import read_hf_config
 
 MODEL = Path("examples/quickstart/model")
@@ -12,6 +23,24 @@ def test_a_model_is_its_config_without_what_says_nothing_about_it():
     described = describe_model(read_hf_config(MODEL))
     assert described["num_hidden_layers"] > 0 and "transformers_version" not in described
     assert compare("model config", described, described) == []
+
+
+def test_a_config_that_was_changed_beside_the_weights_is_told(tmp_path):
+    """A checkpoint that is used as a model: config.json as it is, and as it was when they were saved."""
+    hf = read_hf_config(MODEL)
+    check_own_config(MODEL, hf)  # no checkpoint of a run: nothing to compare
+    saved = describe_model(hf) | {"rope_theta": 5e5}
+    manifest = Manifest(
+        step=1, weight_version=1, model=saved, tokenizer={}, layout={}, versions={}, files=(), reference=None
+    )
+    write_manifest(tmp_path, manifest)
+    with pytest.raises(UserError, match=r"rope_theta: .*, the manifest of the weights says 500000\.0"):
+        check_own_config(tmp_path, hf)
+    write_manifest(tmp_path, replace(manifest, model=describe_model(hf)))
+    check_own_config(tmp_path, hf)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        check_own_config(tmp_path, hf)
 
 
 def test_every_field_that_differs_is_told_with_both_values():
