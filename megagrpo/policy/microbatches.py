@@ -6,6 +6,7 @@ the token budget (alignment padding included), every data parallel rank gets the
 and their costs are balanced.
 """
 
+import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,18 +125,26 @@ def _split_for(
     trees: list[TreePlan], samples: Sequence[SampleSize], rules: PackingRules, wanted: int
 ) -> list[TreePlan]:
     """Halve the largest trees until there is one for each micro-batch, or nothing is left to halve."""
-    trees = list(trees)
-    while len(trees) < wanted:
-        candidates = [tree for tree in trees if len(tree.samples) > 1]
-        if not candidates:
-            break
-        largest = max(candidates, key=lambda tree: (tree.tokens, tree.samples))
-        trees.remove(largest)
+    if len(trees) >= wanted:
+        return trees
+    done = [tree for tree in trees if len(tree.samples) == 1]
+    heap = [_by_size(tree) for tree in trees if len(tree.samples) > 1]
+    heapq.heapify(heap)
+    while heap and len(done) + len(heap) < wanted:
+        *_, largest = heapq.heappop(heap)
         half = len(largest.samples) // 2
-        trees += [
-            _make_tree(part, samples, rules) for part in (largest.samples[:half], largest.samples[half:])
-        ]
-    return trees
+        for part in (largest.samples[:half], largest.samples[half:]):
+            tree = _make_tree(part, samples, rules)
+            if len(part) > 1:
+                heapq.heappush(heap, _by_size(tree))
+            else:
+                done.append(tree)
+    return [*done, *(tree for *_, tree in heap)]
+
+
+def _by_size(tree: TreePlan) -> tuple[int, int, TreePlan]:
+    """Return an entry of a heap whose first is the largest tree; samples of two trees differ."""
+    return -tree.tokens, -tree.samples[0], tree
 
 
 def _pack(trees: list[TreePlan], dp: int, rules: PackingRules, hidden_size: int) -> list[list[TreePlan]]:
@@ -147,20 +156,37 @@ def _pack(trees: list[TreePlan], dp: int, rules: PackingRules, hidden_size: int)
     count = max(1, min(rules.min_microbatches, len(trees) // dp), -(-total // (rules.budget * dp)))
     count += -count % rules.microbatch_multiple
     while True:
-        bins: list[list[TreePlan]] = [[] for _ in range(dp * count)]
-        costs, tokens = [0.0] * len(bins), [0] * len(bins)
-        for tree in ordered:
-            room = [i for i in range(len(bins)) if tokens[i] + tree.tokens <= rules.budget]
-            if not room:
-                break
-            target = min(room, key=lambda i: (costs[i], i))
-            bins[target].append(tree)
-            costs[target] += tree.cost(hidden_size)
-            tokens[target] += tree.tokens
-        else:
+        bins = _fill(ordered, dp * count, rules.budget, hidden_size)
+        if bins is not None:
             return bins
         # ends at the latest with one tree a bin: no tree is over the budget
         count += rules.microbatch_multiple
+
+
+def _fill(
+    ordered: Sequence[TreePlan], count: int, budget: int, hidden_size: int
+) -> list[list[TreePlan]] | None:
+    """Put each tree into the cheapest of `count` bins that has room for it; None where one has no room left.
+
+    A bin that is too full for a tree is set aside until a tree comes that it has room for; so a tree costs a
+    few steps of a heap, not a look at every bin.
+    """
+    bins: list[list[TreePlan]] = [[] for _ in range(count)]
+    open_bins = [(0.0, number, budget) for number in range(count)]  # cost, bin, tokens left
+    set_aside: list[tuple[int, float, int]] = []  # minus tokens left, cost, bin
+    for tree in ordered:
+        while set_aside and -set_aside[0][0] >= tree.tokens:
+            left, cost, number = heapq.heappop(set_aside)
+            heapq.heappush(open_bins, (cost, number, -left))
+        while open_bins and open_bins[0][2] < tree.tokens:
+            cost, number, room = heapq.heappop(open_bins)
+            heapq.heappush(set_aside, (-room, cost, number))
+        if not open_bins:
+            return None
+        cost, number, room = open_bins[0]
+        bins[number].append(tree)
+        heapq.heapreplace(open_bins, (cost + tree.cost(hidden_size), number, room - tree.tokens))
+    return bins
 
 
 def _assign(bins: list[list[TreePlan]], dp: int, hidden_size: int) -> list[list[MicroBatchPlan]]:
