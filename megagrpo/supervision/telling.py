@@ -2,6 +2,7 @@
 launcher.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -50,6 +51,7 @@ def note_for_launcher(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(path).write_text(
-            json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8"
-        )
+        note = json.dumps({"message": {"message": text, "extraInfo": extra}})
+        # in a temporary folder, which may be full: that must not end the thread which ends a stalled rank
+        with contextlib.suppress(OSError):
+            Path(path).write_text(note, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from chains import Case, Chain
 from engine_cases import ENGINES, GROUPS
+from outside_cases import ATTACKS
 from storage_cases import FOLDERS, SAVES
 
 LAST = 1  # the last rank of two
@@ -310,4 +311,7 @@ LAUNCHERS = Chain(
     ],
 )
 
-CHAINS = [KILLS, ERRORS, SIGNALS, STALLS, FOUR, BACKGROUND, AHEAD, SAVES, FOLDERS, LAUNCHERS, ENGINES, GROUPS]
+CHAINS = [
+    *(KILLS, ERRORS, SIGNALS, STALLS, FOUR, BACKGROUND, AHEAD, SAVES, FOLDERS),
+    *(LAUNCHERS, ATTACKS, ENGINES, GROUPS),
+]

@@ -2,10 +2,12 @@
 
 import json
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fleet import RANK_SECONDS, Ended, Fleet
 
@@ -19,7 +21,8 @@ class Case:
     outcome: `resumes`: the launch ends with an error, told once, and the next one goes on; `stops`: it saves
         and ends with 0; `goes on`:
     the launch goes on as if nothing had been; `restarts`: the launcher starts the ranks again; `refuses`: the
-    launch ends with a clear error, and nothing in the folder has changed.
+    launch ends with a clear error, and nothing in the folder has changed; `ends`: attacked from outside, it
+    ends with 0 or with one clear line, and nothing of it is left.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Case:
     launcher: str = "fleet"
     # exit codes of the launch, where they are not 0 or an error's by the outcome
     codes: Sequence[int] | None = None
+    attack: Any = None  # of outside.py; by a launcher that real runs are started with
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ OUTCOMES = {
     "goes on": "went on",
     "restarts": "restarted",
     "refuses": "refused",
+    "ends": "ended",
 }
 GOES_ON = ("goes on", "restarts")
 # seconds; what failed, was mended, or sent to whom
@@ -127,7 +132,9 @@ class ChainRun:
         started = time.time()
         overrides = [override for case in cases for override in case.overrides]
         faults = [fault for case in cases for fault in case.faults]
-        ended = self._launch(self.broken, overrides, faults, next((case.launcher for case in cases), "fleet"))
+        launcher = next((case.launcher for case in cases), "fleet")
+        attack = next((case.attack for case in cases if case.attack), None)
+        ended = self._launch(self.broken, overrides, faults, launcher, attack)
         span = (started, time.time())
         if is_last and any(ended.codes):
             raise RuntimeError(
@@ -151,17 +158,30 @@ class ChainRun:
         return results
 
     def _launch(
-        self, run_dir: Path, overrides: Sequence[str], faults: list[dict], launcher: str = "fleet"
+        self,
+        run_dir: Path,
+        overrides: Sequence[str],
+        faults: list[dict],
+        launcher: str = "fleet",
+        attack: Any = None,
     ) -> Ended:
         named = [override.replace("RUN_DIR", str(run_dir)) for override in overrides]
         arguments = [*self.config, *self.chain.overrides, f"run.dir={run_dir}", *named]
-        return self.fleet.launch(self.chain.ranks, arguments, run_dir, faults, launcher, self.chain.seconds)
+        return self.fleet.launch(
+            self.chain.ranks, arguments, run_dir, faults, launcher, self.chain.seconds, attack
+        )
 
     def _judge(self, case: Case, result: Result, ended: Ended) -> None:
         if "hung" in ended.codes:
             result.problems.append(f"a rank had to be killed: {ended.codes}")
         if case.codes is not None and ended.codes != list(case.codes):
             result.problems.append(f"the launch ended with {ended.codes}")
+        elif case.outcome == "ends":
+            result.problems += ended.left
+            killed = -signal.SIGKILL in ended.codes  # a launcher that can say nothing
+            is_told = any(line.startswith("stopped by ") for line in ended.output.splitlines())
+            if "Traceback" in ended.output or not (killed or is_told or ended.codes == [0]):
+                result.problems.append(f"the launch ended with {ended.codes}, without a clear line")
         elif case.outcome not in GOES_ON and case.codes is None:
             if any((code == 0) != (case.outcome == "stops") for code in ended.codes):
                 result.problems.append(f"the ranks ended with {ended.codes}")

@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import outside
 import psutil
 import torch.distributed as dist
 
@@ -51,6 +53,7 @@ class Ended:
     codes: list[int | str]
     output: str
     notes: list[dict]  # what the injectors noted: faults that were met, rows that were recorded
+    left: list[str] = field(default_factory=list)  # of an attacked launch: what was still there 10 s later
 
 
 class Fleet:
@@ -79,6 +82,7 @@ class Fleet:
         faults: list[dict],
         launcher: str = "fleet",
         seconds: float = RANK_SECONDS,
+        attack: Any = None,
     ) -> Ended:
         """Run `megagrpo.train` with `arguments` on `ranks` ranks that meet these faults, and wait until
         all have ended.
@@ -86,13 +90,15 @@ class Fleet:
         self._count += 1
         output, notes = self.folder / f"output_{self._count}.txt", self.folder / f"notes_{self._count}.jsonl"
         plan = {"faults": faults, "log": str(notes), "run_dir": str(run_dir)}
+        left: list[str] = []
         if launcher == "fleet":
             codes = self._fork(
                 plan | {"ranks": ranks, "arguments": arguments, "output": str(output), "seconds": seconds}
             )
         else:
-            codes = [self._start(launcher, plan, ranks, arguments, output)]
-        return Ended(codes, output.read_text(), read_notes(notes))
+            code, left = self._start(launcher, plan, ranks, arguments, output, attack)
+            codes = [code]
+        return Ended(codes, output.read_text(), read_notes(notes), left)
 
     def _fork(self, request: dict) -> list[int | str]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -103,7 +109,9 @@ class Fleet:
             raise RuntimeError(f"the rank server ended: {(self.folder / 'server.log').read_text()[-2000:]}")
         return json.loads(answer)
 
-    def _start(self, launcher: str, plan: dict, ranks: int, arguments: list[str], output: Path) -> int | str:
+    def _start(
+        self, launcher: str, plan: dict, ranks: int, arguments: list[str], output: Path, attack: Any
+    ) -> tuple[int | str, list[str]]:
         """Start a real launcher, and wait for it and for ranks that outlive it: they hold its standard
         output.
         """
@@ -120,16 +128,21 @@ class Fleet:
             env=environment() | {"FAULTS": str(path)},
             start_new_session=True,
         )
+        struck, files, left = [], outside.shared_files(), []
         try:
+            if attack is not None:
+                struck = attack.strike(psutil.Process(process.pid))
+                process.wait(LAUNCHER_SECONDS)
+                left = outside.left_behind(struck, files)
             text, _ = process.communicate(timeout=LAUNCHER_SECONDS)
         except subprocess.TimeoutExpired:
             for rank in psutil.Process(process.pid).children(recursive=True):
                 rank.kill()
             process.kill()
             output.write_text(process.communicate()[0])
-            return "hung"
+            return "hung", left
         output.write_text(text)
-        return process.returncode
+        return process.returncode, left
 
     def close(self) -> None:
         """End the warm process."""

@@ -10,7 +10,7 @@ import pytest
 from megagrpo.errors import UserError
 from megagrpo.supervision.failure import Failure
 from megagrpo.supervision.run_folder import make_run_folder
-from megagrpo.supervision.telling import tell
+from megagrpo.supervision.telling import note_for_launcher, tell
 
 
 def test_a_folder_is_made_and_nothing_is_left_in_it(tmp_path):
@@ -63,3 +63,10 @@ def test_the_place_of_the_errors_is_named_where_it_is_one(tmp_path, capsys, is_k
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "rank 1 failed in step 3, phase update: ValueError: no"
     assert lines[1:] == ([f"every rank's end: {tmp_path}/errors"] if is_kept else [])
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/nowhere/error.json"])
+def test_a_full_temporary_folder_keeps_no_rank_from_leaving(path, monkeypatch):
+    """The note to torchrun's report is all that a rank keeps there."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    note_for_launcher("rank 0 stalled in step 3, phase update")

@@ -1,0 +1,82 @@
+"""Attacks on a whole launch from outside: signals to the launcher at any moment of the start, and a client
+from another machine at the same moment. What a launch leaves behind is looked for ten seconds later.
+"""
+
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+LEAVE_SECONDS = 10.0  # that anything may stay after the launcher's end
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A signal to the launcher, so many seconds after its start."""
+
+    number: signal.Signals
+    after_seconds: float
+
+    def strike(self, launcher: psutil.Process) -> list[psutil.Process]:
+        """Knock at every port, send the signal, and return the processes that must end with the launcher.
+
+        Raises:
+            AssertionError: another machine would have been let in.
+        """
+        time.sleep(self.after_seconds)
+        try:
+            processes = [launcher, *launcher.children(recursive=True)]
+        except psutil.NoSuchProcess:  # it has finished before that
+            return []
+        knock(processes)
+        launcher.send_signal(self.number)
+        return processes
+
+
+def knock(processes: Sequence[psutil.Process]) -> None:
+    """Come to each port on which the processes listen as another machine would."""
+    outside = [
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family == socket.AF_INET and not each.address.startswith("127.")
+    ]
+    for process in processes:
+        try:
+            ports = {each.laddr.port for each in process.net_connections() if each.status == "LISTEN"}
+        except psutil.Error:
+            continue
+        for port in ports:
+            for address in outside:
+                try:
+                    socket.create_connection((address, port), 2).close()
+                except OSError:
+                    continue
+                raise AssertionError(f"{process.pid} lets {address}:{port} in")
+
+
+def left_behind(processes: Sequence[psutil.Process], files_before: set[str]) -> list[str]:
+    """Return what is left ten seconds after the launcher's end, one line each."""
+    _, alive = psutil.wait_procs(processes, timeout=LEAVE_SECONDS)
+    files = {path.name for path in SHARED_MEMORY.glob("megagrpo_*")} - files_before
+    lines = [
+        f"process {each.pid} is left: {' '.join(each.cmdline())[:200]}" for each in alive if is_alive(each)
+    ]
+    return lines + [f"{SHARED_MEMORY / name} is left" for name in sorted(files)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def shared_files() -> set[str]:
+    """Return our files in shared memory, those of other runs on this machine."""
+    return {path.name for path in SHARED_MEMORY.glob("megagrpo_*")}
