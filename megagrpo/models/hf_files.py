@@ -164,12 +164,15 @@ def check_no_unknown_tensors(model: "StageModel", folder: str | Path) -> None:
             f"know, first: {first} ({says})"
         )
     if ignored & source.names():
-        _check_tied(model, source)
+        check_tied(model, source)
 
 
-def _check_tied(model: "StageModel", source: SafetensorsFolder) -> None:
+def check_tied(model: "StageModel", source: SafetensorsFolder) -> None:
     """Refuse a stored head that differs from the embedding, where config.json says that they are one.
     Each rank compares a part of the rows.
+
+    Raises:
+        UserError: they differ in this rank's part.
     """
     tied = next(rule for rule in model.rules.rules if rule.is_tied_copy)
     head, embedding = source.tensor_slice(TIED_HEAD), source.tensor_slice(tied.hf[0])

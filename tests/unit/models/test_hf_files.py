@@ -1,6 +1,7 @@
 """HF folders: sharded or not, broken in the usual ways, written whole or not at all."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import save_file
 
 from megagrpo.errors import UserError
 from megagrpo.models.hf_export import write_hf_folder
-from megagrpo.models.hf_files import SafetensorsFolder, open_tensor, read_part
+from megagrpo.models.hf_files import SafetensorsFolder, check_tied, load_hf_weights, open_tensor, read_part
 from megagrpo.models.rules import Dimensions, ParameterRule, Size
 
 DIMS = Dimensions(num_attention_heads=4, num_query_groups=2, head_dim=2, vocab_size=5, padded_vocab_size=8)
@@ -76,3 +77,37 @@ def test_an_export_that_fails_leaves_the_old_folder(tmp_path):
     with pytest.raises(RuntimeError, match="went away"):
         write_hf_folder(broken(), tmp_path / "source", tmp_path / "target")
     assert SafetensorsFolder(tmp_path / "target").tensor_slice("a")[:].eq(0).all()
+
+
+def stage(rules, **fields):
+    """A stage model of one rank, as far as reading it needs one."""
+    parameters = [(rule.megatron, rule, None, None, torch.zeros(8, 2)) for rule in rules]
+    return SimpleNamespace(
+        named_rules=lambda: parameters,
+        shard=lambda rule: (1, 0),
+        dims=DIMS,
+        rules=SimpleNamespace(rules=rules),
+        groups=SimpleNamespace(world_size=1, rank=0),
+        hf=SimpleNamespace(vocab_size=5, **fields),
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
+    weight = torch.ones(5, 2)
+    weight[3, 1] = value
+    save_file({"e": weight}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="tensor e holds values that are not finite"):
+        load_hf_weights(stage([VOCAB]), tmp_path)
+
+
+def test_a_head_that_differs_contradicts_a_tied_embedding(tmp_path):
+    head = ParameterRule("o", ("e",), "vocab", VOCAB.shapes, "head", is_tied_copy=True)
+    model, embedding = stage([VOCAB, head]), torch.randn(5, 2)
+    for stored, is_refused in ((embedding.clone(), False), (embedding + 1e-3, True)):
+        save_file({"e": embedding, "lm_head.weight": stored}, tmp_path / "model.safetensors")
+        if is_refused:
+            with pytest.raises(UserError, match="tie_word_embeddings: true contradicts the tensors"):
+                check_tied(model, SafetensorsFolder(tmp_path))
+        else:
+            check_tied(model, SafetensorsFolder(tmp_path))
