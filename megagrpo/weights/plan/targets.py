@@ -34,24 +34,6 @@ class EngineGrid:
         """Distinct contents of one replica: its ranks, or one for all of them under `full`."""
         return self.tp if self.layout == "sharded" else 1
 
-    def validate(self, heads: int, kv_heads: int, experts: int | None) -> list[str]:
-        """Return what does not divide, one line each with the arithmetic."""
-        problems = (
-            []
-            if heads % self.tp == 0
-            else [f"{heads} attention heads are not a multiple of the engine's tp {self.tp}"]
-        )
-        if max(kv_heads, self.tp) % min(kv_heads, self.tp):
-            problems.append(
-                f"{kv_heads} key-value heads and the engine's tp {self.tp}: neither is a "
-                "multiple of the other"
-            )
-        if self.tp % self.ep or (experts or self.ep) % self.ep:
-            problems.append(
-                f"the engine's ep {self.ep} does not divide its tp {self.tp} and the {experts} experts"
-            )
-        return problems
-
 
 @dataclass(frozen=True)
 class TargetPart:
@@ -78,11 +60,6 @@ class TargetTensor:
     def numel(self) -> int:
         """Elements of the parameter, the engine's vocabulary padding included."""
         return prod(self.shape)
-
-    @property
-    def is_covered(self) -> bool:
-        """Say whether the parts fill the parameter; where not, the rest is padding, of zeros."""
-        return sum(prod(sizes(part.box)) for part in self.parts) == self.numel
 
 
 def build_targets(

@@ -228,15 +228,6 @@ def test_parts_of_a_box_are_a_partition_of_it():
     assert all(intersect(a, b) is None for a in parts for b in parts if a is not b)
 
 
-def test_an_engine_grid_says_what_does_not_divide():
-    assert EngineGrid(tp=3).validate(8, 3, None) == [
-        "8 attention heads are not a multiple of the engine's tp 3"
-    ]
-    assert "neither" in EngineGrid(tp=8).validate(8, 3, None)[0]
-    assert "ep 3" in EngineGrid(tp=4, ep=3).validate(8, 4, 8)[0]
-    assert EngineGrid(tp=8, ep=4).validate(8, 2, 8) == []
-
-
 def test_labels_are_all_different():
     labels = np.concatenate(
         [tensor.ravel() for tensor in labelled_models.hf_tensors(MODELS["qwen3_moe"]).values()]
