@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megagrpo.errors import UserError
 
-FILES = ("config.yaml", "log.txt", "metrics.jsonl", "run.lock", "summary.json")
-FOLDERS = ("checkpoints", "completions", "errors", "hf", "stacks", "tensorboard")
+FILES = ("config.yaml", "log.txt", "metrics.jsonl", "roll_backs.jsonl", "run.lock", "summary.json")
+FOLDERS = ("checkpoints", "completions", "engines", "errors", "hf", "stacks", "tensorboard")
 
 
 def make_run_folder(run_dir: Path) -> None:

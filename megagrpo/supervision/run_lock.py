@@ -14,8 +14,6 @@ from megagrpo.errors import UserError
 from megagrpo.parallel.agreement import on_first_rank
 
 LOCK_FILE = "run.lock"
-RUN_FILES = (LOCK_FILE, "config.yaml", "metrics.jsonl", "log.txt", "summary.json", "roll_backs.jsonl")
-RUN_FOLDERS = ("checkpoints", "completions", "tensorboard", "hf", "errors", "stacks", "engines")
 
 
 class RunLock:
@@ -83,33 +81,8 @@ def hold_run_folder(run_dir: Path) -> RunLock:
         UserError: on all ranks, where a live run holds it, or it cannot be written.
     """
     lock = RunLock(run_dir)
-
-    def hold() -> None:
-        check_entries(run_dir)
-        lock.acquire()
-
-    on_first_rank(hold, UserError)
+    on_first_rank(lock.acquire, UserError)
     return lock
-
-
-def check_entries(run_dir: Path) -> None:
-    """Find what stands in the way of the files and folders that a run writes.
-
-    Raises:
-        UserError: one line for each.
-    """
-    problems = [
-        f"run.dir: {run_dir / name}: is a folder; a run writes a file of this name"
-        for name in RUN_FILES
-        if (run_dir / name).is_dir()
-    ]
-    problems += [
-        f"run.dir: {run_dir / name}: is a file; a run makes a folder of this name"
-        for name in RUN_FOLDERS
-        if (run_dir / name).exists() and not (run_dir / name).is_dir()
-    ]
-    if problems:
-        raise UserError("\n".join(problems))
 
 
 def _self_description() -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from megagrpo.errors import UserError
 from megagrpo.supervision import run_lock as lock_module
-from megagrpo.supervision.run_lock import LOCK_FILE, RunLock, check_entries
+from megagrpo.supervision.run_lock import LOCK_FILE, RunLock
 
 HOLDER = """
 import sys, time
@@ -87,20 +87,6 @@ def test_without_file_locks_a_holder_on_another_host_is_believed(tmp_path, monke
     monkeypatch.setattr(lock_module.fcntl, "flock", no_locks)
     with pytest.raises(UserError, match=r"process 1 on elsewhere .*remove .*run.lock"):
         RunLock(tmp_path).acquire()
-
-
-def test_a_folder_in_the_place_of_a_file_is_one_line_each(tmp_path):
-    for name in ("metrics.jsonl", "run.lock"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "checkpoints").touch()
-    with pytest.raises(UserError) as raised:
-        check_entries(tmp_path)
-    lines = str(raised.value).splitlines()
-    assert [line.split(": ")[1:] for line in lines] == [
-        [str(tmp_path / "run.lock"), "is a folder; a run writes a file of this name"],
-        [str(tmp_path / "metrics.jsonl"), "is a folder; a run writes a file of this name"],
-        [str(tmp_path / "checkpoints"), "is a file; a run makes a folder of this name"],
-    ]
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
