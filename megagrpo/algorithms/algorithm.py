@@ -15,7 +15,7 @@ from megagrpo.algorithms.advantages import AdvantageResult, compute_advantages
 from megagrpo.algorithms.aggregation import compute_token_weights
 from megagrpo.algorithms.checks import check_algorithm_config
 from megagrpo.algorithms.correction import CorrectionResult, compute_correction
-from megagrpo.algorithms.kl import compute_k3, compute_kl_penalty, estimate_kl, update_kl_coef
+from megagrpo.algorithms.kl import add_score_term, compute_k3, compute_kl_penalty, estimate_kl, update_kl_coef
 from megagrpo.algorithms.losses import LOSSES, LossInputs, LossOutput, exp_log_ratio
 from megagrpo.algorithms.metrics import Metric, measure
 from megagrpo.algorithms.overlong import compute_overlong_penalty, mask_overlong
@@ -216,9 +216,10 @@ class Algorithm:
         if self.needs_exact_kl:
             return _required("exact_kl", inputs.exact_kl, "algorithm.kl.estimator is exact")
         reference = _required("ref_logprobs", inputs.ref_logprobs, "algorithm.kl.coef is not 0")
-        return estimate_kl(
+        kl = estimate_kl(
             inputs.actor_logprobs, reference, self.config.kl.estimator, self.config.kl.linear_above
         )
+        return add_score_term(kl, inputs.actor_logprobs) if self.config.kl.score_term else kl
 
 
 def measure_policy(inputs: LossInputs) -> dict[str, Metric]:

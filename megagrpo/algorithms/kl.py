@@ -10,7 +10,8 @@ Differences from the papers: near u = 0 k3 uses its Taylor series (exp(u) - u - 
 it goes on along its tangent: it neither overflows nor loses its gradient where the penalty is needed most.
 
 As a loss, the gradient of k1 has expectation 0 (it only adds noise); k2's is that of KL(actor || reference),
-k3's that of KL(reference || actor), each on policy. `exact` is KL(actor || reference) over the full
+k3's that of KL(reference || actor), each on policy; with `add_score_term` k1 and k3 have that of
+KL(actor || reference). `exact` is KL(actor || reference) over the full
 vocabulary, computed by `ops`.
 """
 
@@ -46,6 +47,16 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, linear_a
     if estimator == "k3":
         return compute_k3(u, linear_above)
     raise ValueError(f"no sampled KL estimator is called {estimator!r}: k1, k2, k3 or abs")
+
+
+def add_score_term(kl: Tensor, logprobs: Tensor) -> Tensor:
+    """Return `kl` [T] with the gradient of kl * logprobs added: that of the expectation over tokens that pi
+    samples, d E_pi[kl] = E_pi[d kl + kl d log pi].
+
+    Source: "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv 2506.09477). The part of
+    this token: what it does to the divergence of later tokens is left out, as in the other KL terms.
+    """
+    return kl + kl.detach() * (logprobs - logprobs.detach())
 
 
 def compute_k3(u: Tensor, linear_above: float = 10.0) -> Tensor:

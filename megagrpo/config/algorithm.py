@@ -44,6 +44,11 @@ class KLConfig(Section):
         "k3", description="exact: over the full vocabulary (loss only)"
     )
     placement: Literal["loss", "reward"] = "loss"
+    score_term: bool = Field(
+        False,
+        description="add the gradient of the sampling (KL estimate times that of the log-prob) to the loss "
+        "term, so that k1 and k3 have the KL's own gradient on policy (arXiv 2506.09477)",
+    )
     linear_above: Annotated[float, Field(gt=0, le=20)] = Field(
         10.0, description="k3 goes on linearly where log(reference / actor) exceeds this, 20 at most"
     )
@@ -58,6 +63,8 @@ class KLConfig(Section):
     def _check(self) -> "KLConfig":
         if self.estimator == "exact" and self.placement == "reward":
             raise ValueError("estimator: exact is a loss term; placement reward takes k1, k2, k3 or abs")
+        if self.score_term and (self.estimator == "exact" or self.placement == "reward"):
+            raise ValueError("score_term: belongs to a sampled estimator in the loss; leave it out")
         if self.adaptive_target is not None and self.coef == 0:
             raise ValueError("coef: 0 stays 0; an adaptive coefficient (adaptive_target) starts above 0")
         return self

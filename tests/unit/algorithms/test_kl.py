@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
-from megagrpo.algorithms.kl import compute_k3, compute_kl_penalty, estimate_kl, update_kl_coef
-from megagrpo.config.algorithm import KLConfig
+from megagrpo.algorithms.algorithm import Algorithm
+from megagrpo.algorithms.kl import add_score_term, compute_k3, compute_kl_penalty, estimate_kl, update_kl_coef
+from megagrpo.algorithms.losses import LossInputs
+from megagrpo.config.algorithm import AlgorithmConfig, KLConfig
 
 FORMULAS = {"k1": lambda u: -u, "k2": lambda u: u * u / 2, "k3": lambda u: math.exp(u) - u - 1, "abs": abs}
 
@@ -66,6 +68,40 @@ def test_k3_is_unbiased_where_the_naive_log_ratio_is_noisy():
     assert means["k2"] != pytest.approx(exact, rel=0.01) and means["abs"] != pytest.approx(exact, rel=0.01)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_with_its_score_term_an_estimator_has_the_gradient_of_the_divergence(estimator):
+    """The expectation over all tokens, weighted by a constant probability as sampling does, against autograd
+    through sum p (ln p - ln q). Without the term k1's is 0 and k3's that of the other direction.
+    """
+    logits = torch.tensor([0.3, -1.0, 1.2, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([1.0, 0.2, -0.5, 0.0], dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    sampled = logprobs.exp().detach()
+    kl = estimate_kl(logprobs, reference, estimator)
+    (plain,) = torch.autograd.grad((sampled * kl).sum(), logits, retain_graph=True)
+    with_term = add_score_term(kl, logprobs)
+    (ours,) = torch.autograd.grad((sampled * with_term).sum(), logits)
+    assert torch.equal(with_term, kl)
+    assert torch.allclose(ours, exact, rtol=1e-10) and not torch.allclose(plain, exact, rtol=0.1)
+
+
+def test_the_score_term_is_an_option_of_the_loss():
+    def gradient(**options):
+        actor = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+        config = AlgorithmConfig(kl={"coef": 0.5, "estimator": "k2", **options})
+        inputs = LossInputs(
+            actor, actor.detach(), torch.zeros(2), torch.zeros(2, dtype=torch.int64), 1, config,
+            ref_logprobs=torch.tensor([-2.0, -2.5], dtype=torch.float64),
+        )  # fmt: skip
+        Algorithm(config, 4, 8).token_loss(inputs).loss.sum().backward()
+        return actor.grad.tolist()
+
+    # k2 = u^2 / 2 with u = ref - actor: -u, and u^2 / 2 more
+    assert gradient() == pytest.approx([0.5, 0.25])
+    assert gradient(score_term=True) == pytest.approx([0.5 * 1.5, 0.5 * (0.5 + 0.125)])
+
+
 def test_reference_gets_no_gradient():
     reference = torch.tensor([-1.0], requires_grad=True)
     estimate_kl(torch.tensor([-2.0], requires_grad=True), reference, "k3").sum().backward()
@@ -107,7 +143,14 @@ def test_k3_is_finite_up_to_the_largest_bound_that_is_allowed():
     assert torch.isfinite(kl).all() and torch.isfinite(actor.grad).all() and (actor.grad < -1e8).all()
 
 
-@pytest.mark.parametrize("values", [{"estimator": "exact", "placement": "reward"}, {"adaptive_target": 0.1}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"estimator": "exact", "placement": "reward"},
+        {"adaptive_target": 0.1},
+        {"coef": 0.1, "score_term": True, "placement": "reward"},
+    ],
+)
 def test_contradictory_settings_are_refused(values):
     with pytest.raises(ValueError):
         KLConfig(**values)
