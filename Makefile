@@ -56,24 +56,27 @@ examples: $(VENV)/.installed-rewards
 	$(BIN)/python tools/check_examples.py
 
 # Each rollout engine that is a server has a Python environment of its own, which engine.server.python finds under .engines.
+# Where there is an NVIDIA device, or with GPU=-gpu, the GPU builds of both.
+GPU ?= $(if $(wildcard /dev/nvidiactl),-gpu)
+
 engines: engines-vllm engines-sglang
 
 engines-vllm: .engines/vllm/.installed
 
-.engines/vllm/.installed: docker/engine-vllm.txt
+.engines/vllm/.installed: docker/engine-vllm$(GPU).txt
 	$(PYTHON) -m venv .engines/vllm
 	@echo "installing vLLM into .engines/vllm (3.5 GB) ..."
 	@.engines/vllm/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
-	@.engines/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(if $(GPU),true ||) .engines/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 engines-sglang: .engines/sglang/.installed
 
-.engines/sglang/.installed: docker/engine-sglang.txt
+.engines/sglang/.installed: docker/engine-sglang$(GPU).txt
 	@echo "installing SGLang into .engines/sglang (3 GB) ..."
 	@$(PYTHON) -m venv .engines/sglang
-	@.engines/sglang/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $<)
-	@.engines/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@$(if $(GPU),true ||) .engines/sglang/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $<)
+	@.engines/sglang/bin/python -m pip install --quiet --disable-pip-version-check $(if $(GPU),,--no-deps) --requirement $<
 	@touch $@
 
 test-engines: $(VENV)/.installed-test $(SMOLLM2)
