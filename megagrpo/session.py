@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer
@@ -17,9 +17,10 @@ from megagrpo.config.schema import Config, EvaluationSetConfig
 from megagrpo.device.device import set_deterministic
 from megagrpo.engines.base import Engine
 from megagrpo.engines.replicas import build_rollout_engine, owner_of_replica, replicas_of_ranks
-from megagrpo.engines.server.engine import RemoteEngine
+from megagrpo.engines.server.engine import ServerEngine
 from megagrpo.errors import UserError
-from megagrpo.fleet.recovery import RecoveringPublisher, ReplicaRecovery
+from megagrpo.fleet.recovering_publisher import RecoveringPublisher
+from megagrpo.fleet.replica_recovery import ReplicaRecovery
 from megagrpo.models.hf_config import read_hf_config
 from megagrpo.models.hf_files import check_no_unknown_tensors
 from megagrpo.models.precision import build_precision
@@ -29,7 +30,6 @@ from megagrpo.models.transformer_config import build_transformer_config
 from megagrpo.parallel.alignment import sequence_alignment, token_alignment
 from megagrpo.parallel.groups import ParallelGroups, build_groups
 from megagrpo.parallel.layout import ParallelLayout, build_layout
-from megagrpo.planning.engine_checks import EMBEDDED_ENGINES
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder
 from megagrpo.policy.microbatches import PackingRules
@@ -152,7 +152,7 @@ def build_session(
         rewards,
         groups,
         replicas_of_ranks(config, groups.world_size),
-        is_embedded=config.engine.name in EMBEDDED_ENGINES,
+        is_embedded=engine.is_embedded,
         revive=lambda: isinstance(publisher, RecoveringPublisher) and publisher.revive(),
     )
     publisher = _watch_replicas(
@@ -184,12 +184,12 @@ def _watch_replicas(
     engine_start: Callable[[], AbstractContextManager[None]],
 ) -> Publisher:
     """Let engines in processes of their own be started anew where they are lost."""
-    if not isinstance(engine, RemoteEngine):
+    if engine.is_embedded:
         return publisher
     groups, num_replicas = generator.groups, config.engine.server.num_replicas
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     recovery = ReplicaRecovery(
-        engine,
+        cast(ServerEngine, engine),
         generator.replicas,
         owners,
         groups.rank,

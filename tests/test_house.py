@@ -48,21 +48,17 @@ LONG_FILES = {
     "config/schema.py": "every section of a configuration, declared and described in one place",
     "policy/update.py": "to be split with the update's passes",
     "weights/transports/group.py": "both sides' calls of one protocol are read together",
-    "engines/server/engine.py": "to be split into server and protocol",
     "wire/manifest.py": "one format, written and read",
 }
 LONG_FUNCTIONS = {
     "session.py build_session": "wires every part of a run, once, from top to bottom",
     "policy/update.py run": "to be split with the update's passes",
 }
-UPWARD: dict[tuple[str, str], str] = {
-    ("engines/replicas.py", "megagrpo.planning.engine_checks"): "to be an attribute of an engine's entry",
-}
+UPWARD: dict[tuple[str, str], str] = {}
 CIRCLES: dict[frozenset[str], str] = {
     frozenset(
         {"models.stage", "models.hf_files", "models.megatron_files"}
     ): "the readers name its type alone",
-    frozenset({"engines.server.engine", "engines.server.requests"}): "to be cut at the protocol",
 }
 READ_ELSEWHERE = {"preset": "config/presets.py applies it to the raw file, before there is a section"}
 """Fields of the configuration that no code names, with who reads them."""

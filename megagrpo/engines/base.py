@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -25,14 +27,25 @@ class EngineError(RuntimeError):
     """
 
 
+class EngineState(StrEnum):
+    """What an engine is doing; lifecycle.py says what leads from one state to another."""
+
+    EMPTY = "empty"  # no weights were committed yet
+    SERVING = "serving"
+    UPDATING = "updating"  # a weight update is open
+    VERIFYING = "verifying"  # a whole version has come and does not serve yet: the probe alone is answered
+    STALE = "stale"  # an update failed after it had overwritten weights
+    ASLEEP = "asleep"
+    DEAD = "dead"  # its process has ended or is silent
+    CLOSED = "closed"
+
+
 @dataclass(frozen=True)
 class EngineHealth:
     """What an engine says about itself."""
 
     ready: bool  # generate() would be served now
-    # "empty", "serving", "updating", "verifying" (it answers a probe alone), "stale", "asleep", "closed", or
-    # "dead" (its process has ended or is silent)
-    state: str
+    state: EngineState
     weight_version: int | None
     detail: str = ""  # why it is not ready
 
@@ -40,18 +53,24 @@ class EngineHealth:
 class Engine(ABC):
     """Samples completions under a known version of the weights.
 
-    Weights arrive in transactions: `begin_update(version)`, any number of `load(...)`,
-        `commit_update(version)`. Completions are
-    generated under committed versions only. While an update is open an engine either serves the version
-    before it, or (where the weights are overwritten in place, as in the embedded engine: a second copy would
-    be larger than needed) refuses to generate. An update that fails or is aborted after it touched the
-    weights leaves such an engine stale: it refuses to generate until a whole update is committed. Anything
-        computed from older weights (KV and prefix caches) is dropped in the commit.
+    Weights arrive in transactions: `begin_update(version)`, the weights, `commit_update(version)`. An
+    embedded engine, which lives in the rank's process, takes them as tensors (`EmbeddedEngine.load`); an
+    engine in processes of its own takes buckets that a manifest describes (`BucketEngine.receive`).
 
-    A subclass is registered in ENGINES and called with (model_folder, config, tokenizer=, device=, dtype=,
-    load_weights=); one that lives in a process of its own derives from RemoteEngine (remote.py), whose
-    constructor takes an address and a log file as well.
+    Completions are generated under committed versions only. While an update is open an engine either serves
+    the version before it, or refuses to generate (the embedded engine, which overwrites its weights: a
+    second copy would be larger than needed). An update that fails or is aborted after it overwrote weights
+    leaves the engine stale: it refuses to generate until a whole update is committed. What was computed from
+    older weights (KV and prefix caches) is dropped in the commit.
+
+    What is registered in ENGINES says `is_embedded` and is called with (model_folder, config, tokenizer=,
+    device=, dtype=, load_weights=), and with address=, is_owner= and log_file= too where it is not embedded.
+
+    Attributes:
+        is_embedded: whether the engine is part of the rank: where it fails, another rank's would too.
     """
+
+    is_embedded: ClassVar[bool]
 
     @property
     @abstractmethod
@@ -83,24 +102,17 @@ class Engine(ABC):
         Raises:
             UserError: a prompt is empty, holds an unknown token id, or does not fit the model's context with
                 its completion.
-            EngineError: no weights are committed, an update is open, the engine sleeps or is closed, or
-                logits are not finite.
+            EngineError: no weights are committed, an update is open, the engine sleeps or is closed, logits
+                are not finite, or a server's answer is not what was asked for.
         """
 
     @abstractmethod
     def begin_update(self, version: int) -> None:
-        """Open a transaction. Raises EngineError if one is open or `version` is not above the last
-        committed one.
-        """
-
-    @abstractmethod
-    def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take one bucket of full tensors under their names in the HF checkpoint (a tied head is not among
-        them).
+        """Open a transaction.
 
         Raises:
-            EngineError: no update is open, or a tensor (it is named) is unknown, repeated, misshapen or not
-                finite.
+            EngineError: one is open, `version` is not above the last committed one, or weights that are
+                overwritten in place are in use by a `generate` in another thread.
         """
 
     @abstractmethod
@@ -137,13 +149,21 @@ class Engine(ABC):
     def close(self) -> None:
         """Release everything; further calls but `health` and `close` are errors."""
 
-    def _require(self, *states: str) -> None:
-        """Raise EngineError, with why, unless the engine is in one of `states`."""
-        health = self.health()
-        if health.state not in states:
-            raise EngineError(
-                f"the rollout engine is {health.state}" + (f": {health.detail}" if health.detail else "")
-            )
+
+class EmbeddedEngine(Engine):
+    """An engine in the rank's own process."""
+
+    is_embedded = True
+
+    @abstractmethod
+    def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take one bucket of full tensors under their names in the HF checkpoint (a tied head is not among
+        them).
+
+        Raises:
+            EngineError: no update is open, or a tensor (it is named) is unknown, repeated, misshapen or not
+                finite.
+        """
 
 
 @contextmanager
@@ -151,7 +171,7 @@ def asleep(engine: Engine, wanted: bool) -> Iterator[None]:
     """Let `engine` sleep while the context lasts, if `wanted`. All ranks that share its server must have
     ended their rollouts. Collective over all ranks on GPUs.
 
-    One that is dead, or dies meanwhile, is left to those who start it anew.
+    An engine that is dead, or dies meanwhile, is left to its recovery.
     """
     if wanted:
         _unless_dead(engine, engine.sleep)
@@ -161,7 +181,7 @@ def asleep(engine: Engine, wanted: bool) -> Iterator[None]:
             return_cached_memory()
             all_reduce_flag(False)
     finally:
-        if wanted and engine.health().state == "asleep":
+        if wanted and engine.health().state == EngineState.ASLEEP:
             _unless_dead(engine, engine.wake)
 
 
@@ -169,8 +189,17 @@ def _unless_dead(engine: Engine, call: Callable[[], None]) -> None:
     try:
         call()
     except EngineError:
-        if engine.health().state != "dead":
+        if engine.health().state != EngineState.DEAD:
             raise
 
 
-ENGINES: Registry[Callable[..., Engine]] = Registry("engine")
+class EngineFactory(Protocol):
+    """What builds an engine; see Engine for how it is called. A class that implements Engine is one."""
+
+    is_embedded: bool
+
+    def __call__(self, *arguments: Any, **options: Any) -> Engine:
+        """Return the engine."""
+
+
+ENGINES: Registry[EngineFactory] = Registry("engine")

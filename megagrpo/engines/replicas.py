@@ -12,7 +12,6 @@ from megagrpo.config.schema import Config
 from megagrpo.engines import ENGINES, Engine
 from megagrpo.errors import UserError
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
-from megagrpo.planning.engine_checks import EMBEDDED_ENGINES
 
 
 def replica_of_rank(rank: int, world_size: int, num_replicas: int) -> int:
@@ -29,7 +28,7 @@ def owner_of_replica(replica: int, world_size: int, num_replicas: int) -> int:
 
 def replicas_of_ranks(config: Config, world_size: int) -> list[int]:
     """Return the replica that each rank generates through; an embedded engine is every rank's own."""
-    if config.engine.name in EMBEDDED_ENGINES:
+    if ENGINES.get(config.engine.name).is_embedded:
         return list(range(world_size))
     return [
         replica_of_rank(rank, world_size, config.engine.server.num_replicas) for rank in range(world_size)
@@ -56,7 +55,7 @@ def build_rollout_engine(
     """
     factory = ENGINES.get(config.engine.name)
     options = {"tokenizer": tokenizer, "device": device, "dtype": dtype}
-    if config.engine.name in EMBEDDED_ENGINES:
+    if factory.is_embedded:
         return factory(hf_folder, config.engine, **options)
     num_replicas = config.engine.server.num_replicas
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)

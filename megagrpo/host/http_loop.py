@@ -2,7 +2,7 @@
 connections kept alive.
 
 Runs inside engine processes: standard library only. Enough for one client that is ours, on the loopback
-    interface; no more.
+interface; no more.
 """
 
 import asyncio

@@ -12,7 +12,7 @@ from megagrpo.algorithms.losses import LOSSES
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config, RewardConfig
 from megagrpo.engines import ENGINES
-from megagrpo.engines.server.python_environment import PACKAGES, find_python
+from megagrpo.engines.server.command import PACKAGES, find_python
 from megagrpo.errors import ConfigError, UserError
 from megagrpo.evaluation.metrics import EVALUATION_METRICS
 from megagrpo.models.families import load_all

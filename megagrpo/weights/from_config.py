@@ -5,15 +5,16 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import torch
 
 from megagrpo.config.schema import Config
 from megagrpo.device.device import has_cuda
-from megagrpo.engines.base import Engine
+from megagrpo.engines.base import EmbeddedEngine, Engine
+from megagrpo.engines.bucket_engine import BucketEngine
 from megagrpo.engines.replicas import owner_of_replica, replica_of_rank
-from megagrpo.engines.server.engine import RemoteEngine
 from megagrpo.errors import UserError
 from megagrpo.models.stage import StageModel
 from megagrpo.parallel.groups import all_gather_metadata
@@ -152,13 +153,14 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
     """
     model, groups, weights = actor.model, actor.model.groups, config.weights
     exporter = WeightExporter(model, weights.bucket_bytes)
-    if not isinstance(engine, RemoteEngine):
-        return LocalPublisher(exporter, engine)
+    if engine.is_embedded:
+        return LocalPublisher(exporter, cast(EmbeddedEngine, engine))
+    server = cast(BucketEngine, engine)
     num_replicas = config.engine.server.num_replicas
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
-    host, are_started_here = urlsplit(engine.address).hostname or "", not config.engine.server.addresses
-    name = choose_transport(weights.transport.kind, engine.transports, host, are_started_here)
+    host, are_started_here = urlsplit(server.address).hostname or "", not config.engine.server.addresses
+    name = choose_transport(weights.transport.kind, server.transports, host, are_started_here)
     grid, quantize = (
         EngineGrid(num_replicas, config.engine.server.tensor_parallel),
         config.engine.server.quantization != "none",
@@ -175,7 +177,7 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
             model,
             grid,
             owners,
-            engine.dtype,
+            server.dtype,
             weights.bucket_bytes,
             timeout,
             folder,
@@ -186,10 +188,10 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
     probe = None
     if weights.probe_tokens:
         max_gap = weights.probe_max_gap or PROBE_MAX_GAP.get(config.precision.recipe, PROBE_MAX_GAP_ROUNDED)
-        probe = LogprobProbe(actor, builder, engine, replica, engine.is_owner, weights.probe_tokens, max_gap)
+        probe = LogprobProbe(actor, builder, server, replica, server.is_owner, weights.probe_tokens, max_gap)
     sharded = (
         transport(replace(grid, layout="sharded")) if weights.layout != "full" and not quantize else None
     )
     return RemotePublisher(
-        exporter, engine, replica, transport(grid), probe, sharded, weights.layout == "sharded"
+        exporter, server, replica, transport(grid), probe, sharded, weights.layout == "sharded"
     )

@@ -7,7 +7,7 @@ process.
 
 from collections.abc import Collection
 
-from megagrpo.engines.base import Engine
+from megagrpo.engines.base import EmbeddedEngine
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.publisher import Publisher, PublishStats
 
@@ -15,7 +15,7 @@ from megagrpo.weights.publisher import Publisher, PublishStats
 class LocalPublisher(Publisher):
     """Streams the exporter's buckets into this rank's engine."""
 
-    def __init__(self, exporter: WeightExporter, engine: Engine):
+    def __init__(self, exporter: WeightExporter, engine: EmbeddedEngine):
         self.exporter, self.engine = exporter, engine
 
     def publish(self, version: int, replicas: Collection[int] | None = None) -> PublishStats:

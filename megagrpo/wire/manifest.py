@@ -38,7 +38,7 @@ class Patch:
     start: int
     stride: int
     rows: int
-    blocks: int  # of each row
+    blocks: int  # in each row
     length: int  # elements of a block
     # one bit for each block, row by row, the first one highest; hexadecimal, padded to whole bytes
     changed: str

@@ -2,7 +2,7 @@
 sides: standard library only.
 
 A server that holds a new version serves it only after its log-probs were compared with the trainer's. Until
-then requests that are on their way wait in its scheduler, and a probe alone is decoded.
+then running requests wait in its scheduler, and only probes are decoded.
 """
 
 _MARK = "weights-probe-"

@@ -2,10 +2,9 @@
 slice.
 
 This file runs on both sides: it imports torch and the standard library, nothing of ours but the manifest. A
-    group stands beside whatever
-groups its processes have (torch's default group is not touched): it has a store of its own, which a trainer
-rank holds at a free port, and a backend object made directly. The trainer ranks that send come first in it,
-the engine's ranks after them.
+group stands beside whatever groups its processes have (torch's default group is not touched): it has a store
+of its own, which a trainer rank holds at a free port, and a backend object made directly. The trainer ranks
+that send come first in it, the engine's ranks after them.
 
 Nothing waits longer than the time that the store's holder wrote into it. A group in which a wait has failed
 is broken: both sides leave it, and a new one is made for the next publish.
@@ -24,7 +23,7 @@ from torch import distributed as dist
 
 from megagrpo.wire.manifest import BucketManifest, ManifestError, TensorEntry
 
-NAME_PREFIX = "megagrpo_"  # of our groups; an engine may have others
+NAME_PREFIX = "megagrpo_"  # tells our groups from those that an engine has beside them
 _STORE_SECONDS = 60.0  # to reach the store, before the time-out that it holds is known
 _TIMEOUT_KEY = "timeout_seconds"
 

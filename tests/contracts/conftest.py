@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_contract import SERVER_NAMES
+from engine_contract import EMBEDDED_NAMES, SERVER_NAMES
 
 from megagrpo.config.engine import build_engine_config
 from megagrpo.engines import ENGINES
-from megagrpo.planning.engine_checks import EMBEDDED_ENGINES
 from megagrpo.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
@@ -36,14 +35,14 @@ def server_address(tiny_hf_folder):
         engine.close()
 
 
-@pytest.fixture(params=[*EMBEDDED_ENGINES, *SERVER_NAMES])
+@pytest.fixture(params=[*EMBEDDED_NAMES, *SERVER_NAMES])
 def build_engine(request, tiny_hf_folder, server_address):
     """A function (config, **options) -> an engine for the tiny Qwen3, closed after the test."""
     built = []
 
     def build_engine(config=None, **options):
         config = (config or build_engine_config()).model_copy(update={"name": request.param})
-        if request.param not in EMBEDDED_ENGINES:
+        if request.param not in EMBEDDED_NAMES:
             config = config.model_copy(update={"addresses": (server_address(request.param),)})
         built.append(
             ENGINES.get(request.param)(tiny_hf_folder("qwen3", tie_word_embeddings=True), config, **options)

@@ -8,10 +8,10 @@ position or a stale weight shifts.
 import numpy as np
 import pytest
 import torch
+from bucket_files import load
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from megagrpo.engines import ENGINES
-from megagrpo.planning.engine_checks import EMBEDDED_ENGINES
 from megagrpo.types import SamplingParams
 
 TOLERANCE = 2e-5
@@ -19,8 +19,9 @@ TOLERANCE = 2e-5
 # A server costs half a minute to start: those engines are marked, and all tests share one server, each with a
 # client of its own.
 SERVER_MARKS = (pytest.mark.engines, pytest.mark.timeout(900))
+EMBEDDED_NAMES = [name for name in ENGINES.names() if ENGINES.get(name).is_embedded]
 SERVER_NAMES = [
-    pytest.param(name, marks=SERVER_MARKS) for name in ENGINES.names() if name not in EMBEDDED_ENGINES
+    pytest.param(name, marks=SERVER_MARKS) for name in ENGINES.names() if name not in EMBEDDED_NAMES
 ]
 
 
@@ -31,8 +32,8 @@ def weights(model):
 def publish(engine, model, version):
     engine.begin_update(version)
     tensors = weights(model)
-    engine.load(tensors[:3])
-    engine.load(iter(tensors[3:]))
+    load(engine, tensors[:3])
+    load(engine, iter(tensors[3:]))
     engine.commit_update(version)
 
 

@@ -17,6 +17,7 @@ DEVICE = device_module.setup()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from bucket_files import load  # noqa: E402
 from checkpoint_of_model import checkpoint_of  # noqa: E402
 from engine_contract import assert_logprobs_match, params  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -84,12 +85,12 @@ class Case:
         return its checksums.
         """
         self.version += 1
-        other = AutoModelForCausalLM.from_pretrained(self.engine.model_folder, dtype=torch.float32)
+        other = AutoModelForCausalLM.from_pretrained(self.engine.protocol.model.folder, dtype=torch.float32)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.mul_(factor)
         self.engine.begin_update(self.version)
-        self.engine.load(checkpoint_of(other).items())
+        load(self.engine, checkpoint_of(other).items())
         self.engine.commit_update(self.version)
         return self.checksums()
 

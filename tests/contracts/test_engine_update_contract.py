@@ -4,6 +4,7 @@ is ever served.
 
 import pytest
 import torch
+from bucket_files import load
 from engine_contract import assert_logprobs_match, params, publish, tokens, weights
 
 from megagrpo.engines.base import EngineError
@@ -35,7 +36,7 @@ def test_an_open_or_aborted_update_never_serves_a_mixture(build_engine, prompts,
     engine = build_engine()
     publish(engine, model, version=1)
     engine.begin_update(2)
-    engine.load(weights(other_model)[:4])
+    load(engine, weights(other_model)[:4])
     assert_serves_only_the_old_version_or_nothing(engine, prompts, model, 1)
     engine.abort_update()
     assert engine.weight_version in (1, None)
@@ -80,7 +81,7 @@ def test_a_wrong_tensor_is_named_and_its_update_never_serves(
     spoil(tensors)
     engine.begin_update(2)
     with pytest.raises(EngineError, match=message):
-        engine.load(tensors.items())
+        load(engine, tensors.items())
         engine.commit_update(2)
     engine.abort_update()
     assert_serves_only_the_old_version_or_nothing(engine, prompts, model, 1)
@@ -91,15 +92,15 @@ def test_a_wrong_tensor_is_named_and_its_update_never_serves(
 def test_a_tensor_that_comes_twice_is_an_error(build_engine, model):
     engine = build_engine()
     engine.begin_update(1)
-    engine.load(weights(model)[:2])
+    load(engine, weights(model)[:2])
     with pytest.raises(EngineError, match="twice"):
-        engine.load(weights(model)[1:])
+        load(engine, weights(model)[1:])
 
 
 def test_versions_only_grow_and_transactions_do_not_nest(build_engine, model):
     engine = build_engine()
     with pytest.raises(EngineError, match="no weight update is open"):
-        engine.load([])
+        load(engine, [])
     publish(engine, model, version=5)
     for version in (5, 4):
         with pytest.raises(EngineError, match=f"version {version} is not above version 5"):
@@ -109,7 +110,7 @@ def test_versions_only_grow_and_transactions_do_not_nest(build_engine, model):
     engine.begin_update(6)
     with pytest.raises(EngineError, match="still open"):
         engine.begin_update(7)
-    engine.load(weights(model))
+    load(engine, weights(model))
     with pytest.raises(EngineError, match="one to 6"):
         engine.commit_update(7)
     engine.commit_update(6)

@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from bucket_files import load
 from engine_contract import SERVER_MARKS, SERVER_NAMES, params, teacher_forced
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
@@ -99,7 +100,7 @@ def fused_checksums(tensors):
 
 def publish(engine, model, version):
     engine.begin_update(version)
-    engine.load(checkpoint(model).items())
+    load(engine, checkpoint(model).items())
     engine.commit_update(version)
 
 
@@ -123,7 +124,7 @@ def test_a_quantised_server_holds_and_computes_with_what_is_published(name, quan
             unaware.check_model()
         publish(engine, model, version=1)
         engine.begin_update(2)  # given up half-way: what was loaded of it is not left in the next one
-        engine.load(list(checkpoint(other).items())[: len(checkpoint(other)) // 2])
+        load(engine, list(checkpoint(other).items())[: len(checkpoint(other)) // 2])
         with pytest.raises(EngineError, match="tensors are missing"):
             engine.commit_update(2)
         engine.abort_update()

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from bucket_files import bucket_file, load
 from checkpoint_of_model import checkpoint_of
 from engine_contract import (
     SERVER_MARKS,
@@ -32,7 +33,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megagrpo.config.engine import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
-from megagrpo.engines.server.bucket_file import bucket_file
 from megagrpo.errors import UserError
 from megagrpo.types import Prompt
 from megagrpo.wire.manifest import TensorEntry
@@ -87,7 +87,7 @@ def test_a_client_that_stops_in_the_middle_of_an_update_leaves_nothing_that_serv
     first = build_engine()
     publish(first, model, version=1)
     first.begin_update(2)
-    first.load(weights(other_model)[:5])
+    load(first, weights(other_model)[:5])
     first.close()  # neither committed nor aborted
     second = build_engine()
     with pytest.raises(EngineError, match="no weights were committed"):
@@ -109,6 +109,14 @@ def test_a_follower_generates_what_its_owner_published(build_engine, prompts, mo
         assert tokens(groups) == tokens(owner.generate(prompts, params(), range(2)))
 
 
+def wait_until_decoded(engine, prompts):
+    """Wait until the requests of another thread have tokens: servers take requests in the order in which they
+    come, so those have begun when a later, short one has ended.
+    """
+    time.sleep(0.3)
+    engine.generate(prompts[:1], params(max_new_tokens=2), [99])
+
+
 @servers
 def test_a_request_on_its_way_goes_on_under_the_new_weights_and_says_from_which_token_on(
     build_engine, prompts, model, other_model
@@ -122,7 +130,7 @@ def test_a_request_on_its_way_goes_on_under_the_new_weights_and_says_from_which_
     sampling = params(max_new_tokens=100)
     thread = threading.Thread(target=lambda: result.append(engine.generate(prompts, sampling, range(24))))
     thread.start()
-    time.sleep(0.3)  # decides how many completions see both versions, not what is asserted of each
+    wait_until_decoded(engine, prompts)
     publish(engine, other_model, version=2)
     thread.join()
     expected = {1: model, 2: other_model}
@@ -142,7 +150,7 @@ def test_a_request_on_its_way_goes_on_under_the_new_weights_and_says_from_which_
 def complete(engine, model, version):
     """All of an update but that its version serves."""
     engine.begin_update(version)
-    engine.load(weights(model))
+    load(engine, weights(model))
     engine.complete_update(version)
 
 
@@ -159,7 +167,7 @@ def requests_on_their_way(prompts, model):
             target=lambda: result.append(engine.generate(prompts, params(max_new_tokens=100), range(24)))
         )
         thread.start()
-        time.sleep(0.3)
+        wait_until_decoded(engine, prompts)
         return thread, result
 
     return start
@@ -181,7 +189,7 @@ def test_a_version_that_is_not_verified_answers_the_probe_alone(
     for refused in (
         lambda: engine.generate(prompts, params(), range(2)),
         lambda: engine.begin_update(3),
-        lambda: engine.load([]),
+        lambda: load(engine, []),
     ):
         with pytest.raises(
             EngineError, match="the rollout engine is verifying: the new weights are not verified yet"
@@ -319,7 +327,7 @@ def test_families_and_tensor_parallel_engines_agree_with_transformers(
                 for parameter in model.parameters():
                     parameter.mul_(factor)
             engine.begin_update(version)
-            engine.load((key, tensor.detach()) for key, tensor in checkpoint_of(model).items())
+            load(engine, checkpoint_of(model).items())
             engine.commit_update(version)
             assert_logprobs_match(model, prompts, engine.generate(prompts, params(), range(4)))
         if tensor_parallel > 1:

@@ -6,13 +6,16 @@ drop their caches, but have no memory to give back.
 
 import json
 import subprocess
+from dataclasses import replace
 
+import httpx2 as httpx
 import pytest
 import torch
 from engine_contract import SERVER_NAMES, params, publish, tokens
 
-from megagrpo.engines.server.arguments import HOST_PATH
-from megagrpo.engines.server.python_environment import PACKAGES, find_python
+from megagrpo.engines.server.command import HOST_PATH, find_python
+from megagrpo.engines.server.sglang_command import sglang_command
+from megagrpo.engines.server.vllm_command import vllm_command
 
 PARSE = {
     "vllm": """
@@ -44,7 +47,7 @@ def test_a_vllm_server_sleeps_and_wakes(build_engine, prompts, model):
     before = tokens(engine.generate(prompts, params(), range(2)))
     for asleep, move in ((True, engine.sleep), (False, engine.wake)):
         move()
-        assert engine.client.call("/is_sleeping", method="GET") == {"is_sleeping": asleep}
+        assert httpx.get(f"{engine.address}/is_sleeping").json() == {"is_sleeping": asleep}
     assert tokens(engine.generate(prompts, params(), range(2))) == before
 
 
@@ -54,9 +57,10 @@ def test_a_gpu_server_is_started_with_options_that_it_knows(build_engine):
     server would get.
     """
     engine = build_engine()
-    name = engine.config.name
-    engine.device = torch.device("cuda")
-    python, _, _, _, *options = engine.server_command(find_python(None, PACKAGES[name]), port=1)
+    model = replace(engine.protocol.model, device=torch.device("cuda"))
+    name = model.config.name
+    command = {"vllm": vllm_command, "sglang": sglang_command}[name](model)
+    python, _, _, _, *options = command.words(find_python(None, command.package), 1)
     arguments = [option for option in options if option != "--end-with-parent"]
     ran = subprocess.run(
         [python, "-c", PARSE[name], json.dumps(arguments)],

@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from bucket_files import bucket_file, load
 from checkpoint_of_model import checkpoint_of
 from engine_contract import TOLERANCE, params, tokens
 
 from megagrpo.config.engine import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
-from megagrpo.engines.server.bucket_file import bucket_file
 from megagrpo.types import Prompt
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -68,7 +68,7 @@ def models(tiny_model):
 
 def publish(engine, model, version):
     engine.begin_update(version)
-    engine.load(checkpoint_of(model).items())
+    load(engine, checkpoint_of(model).items())
     engine.commit_update(version)
 
 
@@ -149,6 +149,7 @@ def test_requests_on_their_way_go_on_under_the_new_weights_and_say_from_which_to
     thread = threading.Thread(target=generate)
     thread.start()
     assert first_is_done.wait(60)  # its row goes to a prompt that waited, so the rows are full
+    generating.begin_update(2)  # as a rank that follows: nothing can be of a version that it does not know
     publish(publishing, models[1], 2)
     thread.join(120)
     assert len(result) == len(prompts)
@@ -174,7 +175,7 @@ def test_sharded_weights_are_bit_for_bit_what_the_servers_own_loader_makes_of_fu
         publish(engine, models[1], 2 * version - 1)  # so that nothing of models[0] is left over
         engine.begin_update(2 * version)
         if layout == "full":
-            engine.load(checkpoint_of(models[0]).items())
+            load(engine, checkpoint_of(models[0]).items())
         else:
             with bucket_file(2 * version, list(fused(checkpoint_of(models[0])).items())) as manifest:
                 acks = engine.receive(replace(manifest, layout="sharded"))
@@ -216,7 +217,7 @@ def test_no_client_samples_from_weights_that_another_left_half_written(connect, 
     publish(other, models[0], 1)
     stopping = connect()
     stopping.begin_update(2)
-    stopping.load(list(checkpoint_of(models[1]).items())[:5])
+    load(stopping, list(checkpoint_of(models[1]).items())[:5])
     stopping.close()
     with pytest.raises(EngineError, match="request_timeout_seconds = 2"):
         other.generate(prompts, params(), [0])
@@ -230,7 +231,7 @@ def test_an_unreadable_instruction_is_refused_and_the_server_lives(connect, mode
     engine = connect()
     publish(engine, models[0], 1)
     with pytest.raises(EngineError, match="not an instruction"):
-        engine.client.call(
+        engine.server.call(
             "/update_weights_from_tensor",
             {"serialized_named_tensors": [payload], "load_format": "megagrpo_manifest"},
         )

@@ -61,7 +61,7 @@ def build_engine(owner, tiny_hf_folder):
 def test_there_is_no_http_server_of_sglangs(owner):
     """The routes that its server has and ours has not."""
     with pytest.raises(Exception, match=r"answered 404.*no such route"):
-        owner.client.call("/get_server_info", method="GET")
+        owner.server.call("/get_server_info")
     assert "--offline" in psutil.Process(owner.pid).cmdline()
 
 

@@ -6,11 +6,10 @@ import psutil
 import pytest
 
 from megagrpo.engines import ENGINES
-from megagrpo.planning.engine_checks import EMBEDDED_ENGINES
 
 pytestmark = [pytest.mark.engines, pytest.mark.end_to_end, pytest.mark.timeout(900)]
 
-NAMES = [name for name in ENGINES.names() if name not in EMBEDDED_ENGINES]
+NAMES = [name for name in ENGINES.names() if not ENGINES.get(name).is_embedded]
 STEPS = 15
 FULL_BATCH = ["rollout.prompts_per_step=32", "rollout.completions_per_prompt=8"]  # the quickstart's own
 

@@ -54,7 +54,7 @@ def two_servers(first_step):
             "one of two killed with requests on their way: started anew, and back in the next step",
             server("kill_server_soon", "requests.enter", away, rank=1),
             server("await_server", "update.enter", back, rank=1),
-            says=rf"(?s)replica 1 is lost: .*weight version {back}: engine replica 1 was started anew and "
+            says=rf"(?s)replica 1 is lost: .*weight version {back}: engine replica 1 was restarted and "
             r"generates again",
             overrides=["engine.server.replicas=2"],
         ),
@@ -142,7 +142,7 @@ ENGINES = Chain(
                 "them again",
                 server("await_server", "update.enter", 12),
                 server("kill_server", "server_serve.enter", 13, rank=1),
-                says=rf"(?s)weight version 12: engine replica 0 was started anew.*{lost(1, KILLED, 13)}",
+                says=rf"(?s)weight version 12: engine replica 0 was restarted.*{lost(1, KILLED, 13)}",
             ),
             Case(
                 "SIGTERM while one of two is away",

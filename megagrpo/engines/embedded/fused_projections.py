@@ -2,8 +2,8 @@
 
 Decoding multiplies few rows by many weights, and a product of 192 columns reaches less than half the speed of
 one of 960 (measured: 39 against 84 GFLOP/s on two AVX2 cores). The projections' parameters become views of
-one storage, so that weights which are loaded in
-place are in the product at once: there is no packed copy that could go stale.
+one storage, so that weights which are loaded in place are in the product at once: there is no packed copy
+that could go stale.
 """
 
 from functools import partial

@@ -2,8 +2,7 @@
 attention over both.
 
 Legend: P live prompts, R live completions (rows), M most rows of one prompt, Hq query heads, Hkv key/value
-    heads, g = Hq / Hkv,
-D head size, Lp longest live prompt, Lt longest live completion.
+heads, g = Hq / Hkv, D head size, Lp longest live prompt, Lt longest live completion.
 """
 
 from dataclasses import dataclass

@@ -15,8 +15,8 @@ class StopRule:
 
     A stop string ends a completion with the token that completes it in the decoded text. Only a tail is
     decoded: a token that adds to the text adds at least one byte, so a stop string of b bytes lies within the
-        last b tokens. Strings are searched in the text
-    with special tokens spelled out, so `stop: ["<|im_end|>"]` works.
+    last b tokens. Strings are searched in the text with special tokens spelled out, so `stop: ["<|im_end|>"]`
+    works.
     """
 
     def __init__(self, tokenizer: Any, end_token_ids: set[int], sampling: SamplingParams):

@@ -1,136 +1,69 @@
-"""Engines that live in a process of their own: one server, reached over HTTP, started as a child or given
-by its address.
-"""
+"""Engines that are servers: one rank's view of a server, whose protocol is that of its kind."""
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import torch
-from transformers import AutoConfig, AutoTokenizer
-
-from megagrpo.config.engine import ServerEngineConfig
-from megagrpo.engines.base import Engine, EngineError, EngineHealth, OnGroup
-from megagrpo.engines.hf_model import end_token_ids, load_from_folder
-from megagrpo.engines.server.connection import ServerConnection
-from megagrpo.engines.server.http_client import EngineClient
+from megagrpo.engines.base import EngineError, EngineHealth, OnGroup
+from megagrpo.engines.bucket_engine import Ack, BucketEngine
+from megagrpo.engines.lifecycle import Action, EngineLifecycle
+from megagrpo.engines.server.answers import ParameterDescription
+from megagrpo.engines.server.bucket_update import BucketUpdate
+from megagrpo.engines.server.engine_server import EngineServer
 from megagrpo.engines.server.protocol import ServerProtocol
-from megagrpo.engines.server.requests import request_completions
-from megagrpo.engines.server.weights import Ack, ServerWeights
+from megagrpo.engines.server.requests import CompletionRequests
 from megagrpo.errors import UserError
-from megagrpo.models.family import checkpoint_tensors
-from megagrpo.models.hf_config import read_hf_config
-from megagrpo.models.quantization import find_mismatch, quantization_config, quantized_shapes
+from megagrpo.models.quantization import find_mismatch
 from megagrpo.types import Completion, Prompt, SamplingParams
 from megagrpo.wire.manifest import BucketManifest
 from megagrpo.wire.probe_requests import probe_request_id
 from megagrpo.wire.transfer_group import GroupAddress
 
 
-class RemoteEngine(ServerProtocol, Engine):
-    """A server with weights, and this process's view of it.
+class ServerEngine(BucketEngine):
+    """A server with weights, as its owner or a follower sees it (BucketEngine).
 
-    One process owns a server: it starts it (unless an address is given), publishes to it and closes it.
-        Others follow: they generate,
-    and go through the calls of an update without sending anything, so that they know what is served; the
-    caller sees to it that a follower generates only after the owner's commit.
-
-    The server is paused from an update's first bucket until the new version serves. Requests that are on
-    their way wait, and go on under the new version, which their completions' `weight_versions` tell token by
-    token; if the update fails, they are ended.
+    The server is paused from an update's first bucket until the new version serves. Running requests wait,
+    then continue under the new version, which their completions' `weight_versions` say token by token; if
+    the update fails, they are aborted.
 
     A server that dies or falls silent makes the engine "dead": it refuses everything until `restart()`.
 
     Attributes:
-        engine_ranks: processes that hold a part of the model, each of which acknowledges a bucket.
-        is_owner: whether this process publishes to the server.
-        transfer_group: the name of the process group that the server's ranks have joined for updates; None:
-            none that is known.
+        protocol: talks to the server in the form of its kind.
+        server: the server itself.
     """
 
-    def __init__(
-        self,
-        model_folder: str | Path,
-        config: ServerEngineConfig,
-        tokenizer: Any = None,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        load_weights: bool = False,
-        *,
-        address: str | None = None,
-        is_owner: bool = True,
-        log_file: str | Path | None = None,
-    ):
-        """Start a server for `model_folder` (an HF folder) and wait for it, or turn to the one at `address`.
-
-        Args:
-            config: the `engine:` section.
-            tokenizer: the folder's own if None; decodes completions and searches stop strings.
-            device: what the server computes on, as its type says.
-            load_weights: the server reads the folder's weights and serves them as version 0; only where it is
-                started here.
-            address: None: the one in `config.server.addresses`, or a server is started.
-            log_file: of a server that is started; None: a temporary file.
-
-        Raises:
-            UserError: the engine is not installed, its server does not start or is not there, or the folder
-                can't be read.
-        """
-        self.config, self.is_owner, self.load_weights = config, is_owner, load_weights
-        self.model_folder, self.device, self.dtype = Path(model_folder), torch.device(device), dtype
-        self.engine_ranks = config.server.tensor_parallel
-        self._hf = load_from_folder(AutoConfig, model_folder)
-        self.tokenizer = tokenizer if tokenizer is not None else load_from_folder(AutoTokenizer, model_folder)
-        self.end_token_ids = end_token_ids(model_folder, self._hf, self.tokenizer)
-        tensors = checkpoint_tensors(read_hf_config(model_folder))
-        shapes = {tensor.name: tensor.shape for tensor in tensors}
-        self.quantization_config = None  # of the server's model
-        if config.server.quantization != "none":
-            self.quantization_config = quantization_config(tensors)
-            shapes = quantized_shapes(tensors)
-        self._tensor_shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
-        self._closed = self._asleep = self._aborted = False
+    def __init__(self, protocol: ServerProtocol, server: EngineServer, is_owner: bool = True):
+        """Take a server that serves, and the protocol that talks to it."""
+        self.protocol, self.server = protocol, server
+        self.is_owner, self.engine_ranks, self.dtype = is_owner, protocol.engine_ranks, protocol.model.dtype
         self.transfer_group: str | None = None
-        address = address or _only(config.server.addresses)
-        if address and load_weights:
-            raise UserError(
-                f"engine.server.addresses: {address}: serves weights of its own; they must be published to it"
-            )
-        self._connection = ServerConnection(self, address, log_file)
-        self._weights = ServerWeights(self._tensor_shapes, self, is_owner)
-        if load_weights:
-            self._weights.mark_complete(0)
-
-    # ---- the contract
+        self._is_aborted = False
+        self._lifecycle = EngineLifecycle(find_loss=lambda: server.loss)
+        self._update = self._new_update()
+        if self.protocol.model.load_weights:
+            self._lifecycle.serve_from_start()
 
     @property
     def address(self) -> str:
-        """HTTP address of the server."""
-        return self.client.address
+        return self.server.url
 
     @property
     def pid(self) -> int | None:
         """Process id of the server, if it was started here."""
-        return self._connection.pid
+        return self.server.pid
 
     @property
-    def client(self) -> EngineClient:
-        """Calls the server."""
-        return self._connection.client
+    def transports(self) -> tuple[str, ...]:
+        return self.protocol.transports
 
     @property
-    def context_tokens(self) -> int:
-        """Largest number of tokens of a prompt with its completion."""
-        return self.config.server.max_model_len or self._hf.max_position_embeddings
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids that the model knows."""
-        return self._hf.vocab_size
+    def opened_version(self) -> int | None:
+        """The version that the open update (or the last one) is to; None: there was none."""
+        return self._lifecycle.opened
 
     @property
     def weight_version(self) -> int | None:
-        return None if self._state() == "dead" else self._weights.version
+        return self._lifecycle.health().weight_version
 
     def generate(
         self,
@@ -139,141 +72,78 @@ class RemoteEngine(ServerProtocol, Engine):
         completion_indices: Sequence[int],
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        self._require("serving")
-        self._aborted = False
-        with self._connection.noting_loss():
-            return request_completions(
-                self, prompts, sampling, completion_indices, on_group, lambda: self._aborted
+        with self._lifecycle.generating():
+            self._is_aborted = False
+            return self._requests(self._lifecycle.version or 0).generate(
+                prompts, sampling, completion_indices, on_group, lambda: self._is_aborted
             )
 
     def check_model(self) -> None:
-        """Compare the server's model with `engine.server.quantization`. UserError where they differ."""
-        if mismatch := find_mismatch(self.config.server.quantization, self.describe_parameters()):
+        """Compare the server's model with `engine.server.quantization`. Raises UserError if they differ."""
+        quantization = self.protocol.model.config.server.quantization
+        if mismatch := find_mismatch(quantization, self.describe_parameters()):
             raise UserError(
-                f"engine.server.quantization: {self.config.server.quantization}: {mismatch} at {self.address}"
+                f"engine.server.quantization: {quantization}: {mismatch} at {self.server.address}"
             )
 
-    def sample_probe(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
-        """Sample completion 0 of a prompt under a version that is complete and does not serve yet.
+    def describe_parameters(self) -> list[dict[str, ParameterDescription]]:
+        """Return what every engine rank says of its own parameters, by name."""
+        return self.protocol.describe_parameters()
 
-        Raises:
-            EngineError: no update is complete.
-        """
-        self._require("verifying")
-        with self._connection.noting_loss():
-            ((completion,),) = request_completions(
-                self, [prompt], sampling, [0], name_request=probe_request_id
-            )
-        return completion
+    def parameter_checksums(self) -> list[dict[str, str]]:
+        return self.protocol.parameter_checksums()
 
     def begin_update(self, version: int) -> None:
-        self._require("empty", "serving", "updating", "stale")
-        self._weights.begin(version)
-
-    def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._require("empty", "serving", "updating", "stale")
-        with self._connection.noting_loss():
-            self._weights.load(named_tensors)
+        self._update.begin(version)
 
     def join_group(self, address: GroupAddress) -> None:
-        """Have the server's ranks join a process group with the trainer's, through which buckets of transport
-        `group` come.
-
-        Raises:
-            EngineError: a rank can't, or not all members come in time.
-        """
-        self._require("empty", "serving", "updating", "stale")
+        self._lifecycle.require(Action.JOIN)
         self.transfer_group = None
-        with self._connection.noting_loss():
-            self.send_group(address)
+        self.protocol.join_group(address)
         self.transfer_group = address.group_name
 
     def receive(self, manifest: BucketManifest) -> list[Ack]:
-        """Have the server take one bucket of the open update, and return what its ranks acknowledge.
-
-        The first one pauses the server. A follower only notes which tensors its owner sends, and returns
-        nothing.
-
-        Raises:
-            EngineError: no update to the manifest's version is open; a tensor is unknown, repeated,
-                misshapen, not finite, or not what its checksum says (it is named); an acknowledgement is
-                missing or differs.
-        """
-        self._require("empty", "serving", "updating", "stale")
-        with self._connection.noting_loss():
-            return self._weights.receive(manifest)
+        return self._update.receive(manifest)
 
     def complete_update(self, version: int) -> None:
-        """Close the transaction without serving the version yet: the engine is "verifying".
+        self._update.complete(version)
 
-        It answers `sample_probe` alone, and requests that are on their way wait, until `serve_update` or
-        `abort_update`, which leaves it stale. Raises EngineError if tensors are missing (they are named).
-        """
-        self._require("empty", "serving", "updating", "stale")
-        self._weights.check_complete(version)
-        if self.is_owner:
-            with self._connection.noting_loss():
-                self.commit_weights(version)
-        self._weights.mark_verifying()
+    def sample_probe(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
+        self._lifecycle.require(Action.PROBE)
+        requests = self._requests(self._lifecycle.opened or 0, probe_request_id)
+        ((completion,),) = requests.generate([prompt], sampling, [0])
+        return completion
 
     def serve_update(self, version: int) -> None:
-        """Serve a version that is complete. Raises EngineError if none is, or another."""
-        self._require("verifying")
-        self._weights.check_verifying(version)
-        if self.is_owner:
-            with self._connection.noting_loss():
-                self.resume(version)
-        self._weights.mark_complete(version)
-
-    def commit_update(self, version: int) -> None:
-        self.complete_update(version)
-        self.serve_update(version)
+        self._update.serve(version)
 
     def abort_update(self) -> None:
-        was_open = self._weights.updating
-        self._weights.abort()
-        if was_open and self.is_owner and self._state() == "stale":
-            with self._connection.noting_loss():
-                self.pause(abort=True)  # nothing that is on its way may go on under half an update
+        self._update.abort()
 
     def sleep(self) -> None:
-        self._require("empty", "serving", "stale", "asleep")
-        if self.is_owner and not self._asleep:
-            with self._connection.noting_loss():
-                self.set_asleep(True)
-        self._asleep = True
+        self._lifecycle.require(Action.SLEEP)
+        if self.is_owner and not self._lifecycle.is_asleep:
+            self.protocol.set_asleep(True)
+        self._lifecycle.sleep()
 
     def wake(self) -> None:
-        self._require("asleep")
+        self._lifecycle.require(Action.WAKE)
         if self.is_owner:
-            with self._connection.noting_loss():
-                self.set_asleep(False)
-        self._asleep = False
+            self.protocol.set_asleep(False)
+        self._lifecycle.wake()
 
     def abort(self) -> None:
-        self._aborted = True
+        self._is_aborted = True
 
     def health(self) -> EngineHealth:
-        state = self._state()
-        reasons = {
-            "empty": "no weights were committed yet",
-            "stale": "an update failed half-way",
-            "updating": "an update is open",
-        }
-        reasons |= {"verifying": "the new weights are not verified yet"}
-        detail = (self._connection.loss or "") if state == "dead" else reasons.get(state, "")
-        return EngineHealth(
-            state == "serving", state, None if state == "dead" else self._weights.version, detail
-        )
+        return self._lifecycle.health()
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._connection.close()
+        if self._lifecycle.close():
+            self.server.close()
 
     def restart(self, address: str | None = None) -> None:
-        """Start a dead server anew; it is empty then, and serves nothing until a whole update is committed.
+        """Restart a dead server; it is empty then, and serves nothing until a whole update is committed.
 
         A follower only takes note of it.
 
@@ -285,46 +155,24 @@ class RemoteEngine(ServerProtocol, Engine):
                 `engine.server.max_restarts` times.
             UserError: it does not start.
         """
-        if self._closed:
+        if self._lifecycle.is_closed:
             raise EngineError("the rollout engine is closed")
         self.forget_weights()  # before the server is taken for found: another thread may ask
-        self._asleep, self.transfer_group = False, None
+        self.transfer_group = None
         if self.is_owner:
-            self._connection.restart()
+            self.server.restart()
         else:
-            self._connection.find(address)
+            self.server.find(address)
 
     def forget_weights(self) -> None:
         """Take the server for empty, whatever it holds: it generates after the next whole update, which
         may be to any version.
         """
-        self._weights = ServerWeights(self._tensor_shapes, self, self.is_owner)
+        self._lifecycle.forget()
+        self._update = self._new_update()
 
-    # ---- details
+    def _requests(self, version: int, name_request: Callable[[str], str] = str) -> CompletionRequests:
+        return CompletionRequests(self.protocol, self.server, self._lifecycle, version, name_request)
 
-    @property
-    def _tokenizer_folder(self) -> str | None:
-        """Where the server finds the tokenizer, with which it notices stop strings; None: it was not
-        loaded from a folder.
-        """
-        folder = self.tokenizer.name_or_path
-        return folder if folder and Path(folder).is_dir() else None
-
-    def _state(self) -> str:
-        if self._closed:
-            return "closed"
-        if self._connection.loss:
-            return "dead"
-        if self._asleep:
-            return "asleep"
-        if self._weights.updating:
-            return "verifying" if self._weights.verifying else "updating"
-        if self._weights.stale:
-            return "stale"
-        return "empty" if self._weights.version is None else "serving"
-
-
-def _only(addresses: Sequence[str]) -> str | None:
-    if len(addresses) > 1:
-        raise UserError(f"engine.server.addresses: names {len(addresses)} servers, one engine is one of them")
-    return addresses[0] if addresses else None
+    def _new_update(self) -> BucketUpdate:
+        return BucketUpdate(self.protocol.model.tensor_shapes, self.protocol, self._lifecycle, self.is_owner)

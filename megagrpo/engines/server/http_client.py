@@ -1,22 +1,40 @@
-"""JSON over HTTP to an engine server: every call has a time-out, and none outlives the server."""
+"""JSON over HTTP to an engine server: every call has a time-out, none outlives the server, no answer is
+larger than what was asked for can be, and a call whose connection breaks is made again.
+"""
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx2 as httpx
+from pydantic_core import from_json
 
 from megagrpo.engines.base import EngineError
 
-Call = tuple[str, Any]
-"""(path, body that goes as JSON) of one POST."""
+ANSWER_BYTES = 64 * 2**20
+"""Largest answer to a call that says nothing else: descriptions of all parameters of a large model fit."""
+NOT_SENT = object()
+"""In the place of an answer: an abort kept the call back."""
+
+
+class Call(NamedTuple):
+    """One POST."""
+
+    path: str
+    body: Any = None  # goes as JSON
+    answer_bytes: int = ANSWER_BYTES  # a larger answer is an error
+    about: str = ""  # what it asks for, for errors
+
 
 _WATCH_SECONDS = 0.25
 _SETTLE_SECONDS = 1.0  # a connection breaks a moment before the process can be seen to have ended
 # vLLM answers 500 once a worker is lost, and was seen to end more than a second later on busy cores
 _ENDING_SECONDS = 10.0
 _SERVER_ERROR = 500
+_ATTEMPTS = 3  # for a call whose connection breaks while the server lives
+_SHOWN_CHARACTERS = 1000  # how much of a refusal an error shows
 
 
 class EngineUnreachable(EngineError):
@@ -28,28 +46,37 @@ class EngineClient:
 
     def __init__(self, address: str, timeout_seconds: float, describe_end: Callable[[], str | None]):
         """`describe_end()` says how the server ended; None while it runs, or where that can't be known."""
-        self.address = address
-        self._timeout_seconds = timeout_seconds
-        self._describe_end = describe_end
-        self._client = httpx.Client(base_url=address, timeout=timeout_seconds, trust_env=False)
+        self.url, self._timeout_seconds, self._describe_end = address, timeout_seconds, describe_end
+        self.address, self._credentials = split_credentials(address)
+        self._client = httpx.Client(
+            base_url=self.address, auth=self._credentials, timeout=timeout_seconds, trust_env=False
+        )
 
-    def call(self, path: str, body: Any = None, method: str = "POST") -> Any:
+    def call(self, path: str, body: Any = None, is_repeatable: bool = False) -> Any:
         """Send `body` as JSON and return the answer's JSON (None where it has none).
+
+        Args:
+            is_repeatable: the call may be made again after its connection broke, when the server may have
+                followed it already.
 
         Raises:
             EngineUnreachable: no answer, for the reason that it gives.
-            EngineError: the server refused, with what it said.
+            EngineError: the server refused, with what it said, or its answer is too large or not JSON.
         """
-        try:
-            response = self._client.request(method, path, json=body)
-        except httpx.HTTPError as error:
-            time.sleep(_SETTLE_SECONDS)
-            raise self._unreachable(path, error) from None
-        if response.status_code >= _SERVER_ERROR:
+        call = Call(path, body)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                status, content = self._post(call)
+                break
+            except httpx.HTTPError as error:
+                time.sleep(_SETTLE_SECONDS)
+                if attempt == _ATTEMPTS or not is_repeatable or self._is_final(error):
+                    raise self._unreachable(call, error) from None
+        if status >= _SERVER_ERROR:
             deadline = time.monotonic() + _ENDING_SECONDS
             while not self._describe_end() and time.monotonic() < deadline:
                 time.sleep(_WATCH_SECONDS)
-        return self._read(path, response)
+        return self._read(call, status, content)
 
     def call_all(
         self,
@@ -65,9 +92,9 @@ class EngineClient:
         noticed at once.
 
         Args:
-            on_answer: gets the number of a call and its answer, one at a time as they come; None where an
+            on_answer: gets the number of a call and its answer, one at a time as they come; NOT_SENT where an
                 abort kept the call back.
-            max_pending: requests on their way at one time.
+            max_pending: requests that are sent and not answered, at most.
             is_aborted: asked again and again; from when it says so on, `abort_calls` are sent until every
                 request is answered.
         """
@@ -90,20 +117,23 @@ class EngineClient:
         slots = asyncio.Semaphore(max_pending)
         last_answer = time.monotonic()
 
-        async def send(client: httpx.AsyncClient, number: int, path: str, body: Any) -> None:
+        async def send(client: httpx.AsyncClient, number: int, call: Call) -> None:
             nonlocal last_answer
             async with slots:
-                if is_aborted():
-                    return on_answer(number, None)
-                try:
-                    response = await client.post(path, json=body)
-                except httpx.HTTPError as error:
-                    await asyncio.sleep(_SETTLE_SECONDS)
-                    raise self._unreachable(path, error) from None
+                for attempt in range(1, _ATTEMPTS + 1):
+                    if is_aborted():
+                        return on_answer(number, NOT_SENT)
+                    try:
+                        status, content = await self._post_async(client, call)
+                        break
+                    except httpx.HTTPError as error:
+                        await asyncio.sleep(_SETTLE_SECONDS)
+                        if attempt == _ATTEMPTS or self._is_final(error):
+                            raise self._unreachable(call, error) from None
             last_answer = time.monotonic()
-            if response.status_code >= _SERVER_ERROR:
+            if status >= _SERVER_ERROR:
                 await asyncio.sleep(_SETTLE_SECONDS)
-            on_answer(number, self._read(path, response))
+            on_answer(number, self._read(call, status, content))
 
         async def watch(client: httpx.AsyncClient) -> None:
             while True:
@@ -111,14 +141,14 @@ class EngineClient:
                 if end := self._describe_end():
                     raise EngineUnreachable(end)
                 if is_aborted():
-                    await asyncio.gather(*(client.post(path, json=body) for path, body in abort_calls))
+                    await asyncio.gather(*(self._post_async(client, call) for call in abort_calls))
                 if time.monotonic() - last_answer > self._timeout_seconds:
                     raise EngineUnreachable(self._silence("no request"))
 
         async with httpx.AsyncClient(
-            base_url=self.address, timeout=None, limits=limits, trust_env=False
+            base_url=self.address, auth=self._credentials, timeout=None, limits=limits, trust_env=False
         ) as client:
-            pending = asyncio.gather(*(send(client, number, *call) for number, call in enumerate(calls)))
+            pending = asyncio.gather(*(send(client, number, call) for number, call in enumerate(calls)))
             watcher = asyncio.ensure_future(watch(client))
             try:
                 await asyncio.wait([pending, watcher], return_when=asyncio.FIRST_COMPLETED)
@@ -129,25 +159,74 @@ class EngineClient:
                 pending.cancel()
                 await asyncio.gather(pending, watcher, return_exceptions=True)
 
-    def _read(self, path: str, response: httpx.Response) -> Any:
-        if response.status_code >= _SERVER_ERROR and (end := self._describe_end()):
-            raise EngineUnreachable(end)
-        if response.status_code != httpx.codes.OK:
-            raise EngineError(
-                f"{self.address}{path} answered {response.status_code}: "
-                f"{' '.join(response.text.split())[:1000]}"
-            )
-        return response.json() if response.content else None
+    def _post(self, call: Call) -> tuple[int, bytes]:
+        """Return status and content of an answer, of which no more than is allowed is read."""
+        deadline = time.monotonic() + self._timeout_seconds
+        content = bytearray()
+        with self._client.stream("POST", call.path, json=call.body) as response:
+            for part in response.iter_bytes():
+                content += part
+                self._check_size(call, content)
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout("the answer goes on and on")
+        return response.status_code, bytes(content)
 
-    def _unreachable(self, path: str, error: httpx.HTTPError) -> EngineUnreachable:
+    async def _post_async(self, client: httpx.AsyncClient, call: Call) -> tuple[int, bytes]:
+        content = bytearray()
+        async with client.stream("POST", call.path, json=call.body) as response:
+            async for part in response.aiter_bytes():
+                content += part
+                self._check_size(call, content)
+        return response.status_code, bytes(content)
+
+    def _check_size(self, call: Call, content: bytearray) -> None:
+        if len(content) > call.answer_bytes:
+            raise EngineError(
+                f"{self._place(call)}: the answer is larger than {call.answer_bytes} bytes, which what was "
+                "asked for can't fill"
+            )
+
+    def _read(self, call: Call, status: int, content: bytes) -> Any:
+        if status >= _SERVER_ERROR and (end := self._describe_end()):
+            raise EngineUnreachable(end)
+        if status != httpx.codes.OK:
+            text = " ".join(content[: 4 * _SHOWN_CHARACTERS].decode(errors="replace").split())
+            raise EngineError(f"{self._place(call)} answered {status}: {text[:_SHOWN_CHARACTERS]}")
+        if not content:
+            return None
+        try:
+            return from_json(content)
+        except ValueError as error:  # nested too deep, too
+            raise EngineError(f"{self._place(call)}: the answer is not JSON: {error}") from None
+
+    def _place(self, call: Call) -> str:
+        return f"{self.address}{call.path}" + (f" ({call.about})" if call.about else "")
+
+    def _is_final(self, error: httpx.HTTPError) -> bool:
+        """Say whether it is of no use to make a call again: the server has ended, or is silent."""
+        return isinstance(error, httpx.TimeoutException) or self._describe_end() is not None
+
+    def _unreachable(self, call: Call, error: httpx.HTTPError) -> EngineUnreachable:
         if end := self._describe_end():
             return EngineUnreachable(end)
         if isinstance(error, httpx.TimeoutException):
-            return EngineUnreachable(self._silence(path))
-        return EngineUnreachable(f"{self.address}{path}: {type(error).__name__} {error}".rstrip())
+            return EngineUnreachable(self._silence(call.path))
+        return EngineUnreachable(f"{self._place(call)}: {type(error).__name__} {error}".rstrip())
 
     def _silence(self, what: str) -> str:
         return (
             f"{self.address}: {what} was answered within engine.server.request_timeout_seconds = "
             f"{self._timeout_seconds:g}"
         )
+
+
+def split_credentials(address: str) -> tuple[str, tuple[str, str] | None]:
+    """Return an address without its user and password, and these: so that no message, log or library that is
+    given the address can print them.
+    """
+    parts = urlsplit(address)
+    user_info, separator, place = parts.netloc.rpartition("@")
+    if not separator:
+        return address, None
+    user, _, password = user_info.partition(":")
+    return urlunsplit(parts._replace(netloc=place)), (unquote(user), unquote(password))

@@ -1,60 +1,61 @@
-"""What an engine that is a server has to say of its kind: how it is started, asked, paused and given
-weights.
-"""
+"""How this process talks to one kind of server: asks it for completions, pauses it, gives it weights."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from megagrpo.engines.base import EngineError
-from megagrpo.engines.completions import Sample
+from megagrpo.engines.bucket_engine import Ack
+from megagrpo.engines.server.answers import Answer, ParameterDescription, Sample, read_answer
+from megagrpo.engines.server.engine_server import EngineServer
 from megagrpo.engines.server.http_client import Call
-from megagrpo.engines.server.python_environment import EnginePackage
-from megagrpo.engines.server.weights import Ack
+from megagrpo.engines.server.served_model import ServedModel
 from megagrpo.types import Prompt, SamplingParams
 from megagrpo.wire.manifest import BucketManifest
 from megagrpo.wire.transfer_group import GroupAddress
 
+Request = tuple[str, Any]
+"""(path, body) of one POST."""
 
-class ParameterDescription(TypedDict):
-    """One parameter of an engine rank."""
-
-    dtype: str  # a torch dtype without its prefix
-    shape: list[int]
+# An id, its log-prob and its text take about 200 bytes of JSON.
+_TOKEN_BYTES = 1024
 
 
 class ServerProtocol(ABC):
-    """The part of a RemoteEngine that differs from kind to kind.
+    """The calls to a server, in the form that its kind has for them.
 
     Attributes:
-        package: what has to be installed.
-        health_path: answers 200 to a GET once the server serves.
-        transports: ways in which a bucket can reach the engine.
+        engine_ranks: processes that hold a part of the model.
     """
 
-    package: ClassVar[EnginePackage]
-    health_path: ClassVar[str] = "/health"
-    transports: tuple[str, ...] = ("shared_memory", "group", "disk", "ipc")
+    def __init__(self, model: ServedModel, server: EngineServer):
+        self.model, self.server = model, server
+        self.engine_ranks = model.config.server.tensor_parallel
 
-    @abstractmethod
-    def server_command(self, python: str, port: int) -> list[str]:
-        """Return the command that starts the server, which listens on 127.0.0.1 alone."""
-
-    @abstractmethod
-    def server_environment(self) -> Mapping[str, str]:
-        """Return what the server's environment has beside this process's."""
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Ways in which a bucket can reach the server."""
+        return ("shared_memory", "group", "disk", "ipc")
 
     @abstractmethod
     def generate_call(
         self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range
-    ) -> Call:
+    ) -> Request:
         """Return the request for completions `indices` of a prompt. The server tells a probe by its
         `request_id`.
         """
 
-    def prepare(self, prompts: Sequence[Prompt], num_completions: int) -> None:  # noqa: B027 (most need nothing)
+    def token_bytes(self) -> int:
+        """Return what the answer to a request takes for each token, at most."""
+        return _TOKEN_BYTES
+
+    def prepare(  # noqa: B027 (most need nothing)
+        self, prompts: Sequence[Prompt], num_completions: int, is_aborted: Callable[[], bool]
+    ) -> None:
         """Do what helps the server before it gets the requests for `num_completions` completions of each
-        prompt.
+        prompt; end early once `is_aborted`.
         """
 
     @abstractmethod
@@ -65,16 +66,18 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     def read_samples(self, answer: Any) -> list[Sample]:
-        """Return the completions in an answer to `generate_call`, by index."""
+        """Return the completions in an answer to `generate_call`, by index. Raises EngineError if it is no
+        such answer.
+        """
 
     @abstractmethod
     def pause(self, abort: bool) -> None:
-        """Stop decoding; requests that are on their way wait, or end now if `abort`. Pausing again is no
+        """Stop decoding; running requests wait, or end now if `abort`. Pausing again is no
         error.
         """
 
     @abstractmethod
-    def send_group(self, address: GroupAddress) -> None:
+    def join_group(self, address: GroupAddress) -> None:
         """Have every engine rank join a group with the trainer's ranks, and leave the one before. Raises
         EngineError if one can't.
         """
@@ -105,11 +108,14 @@ class ServerProtocol(ABC):
     def set_asleep(self, asleep: bool) -> None:
         """Give the accelerator's memory back, or take it again; the weights survive."""
 
-    def parameter_checksums(self) -> list[dict[str, str]]:
-        """Return the checksums of every engine rank's own parameters: two ways of loading can be compared bit
-        for bit.
+    def _read(self, kind: TypeAdapter[Answer], answer: Any) -> Answer:
+        try:
+            return read_answer(kind, answer)
+        except EngineError as error:
+            raise EngineError(f"{self.server.address}: {error}") from None
 
-        Raises:
-            EngineError: an engine of this kind can't tell.
+    def parameter_checksums(self) -> list[dict[str, str]]:
+        """Return the checksums of every engine rank's own parameters. Raises EngineError if a server of
+        this kind can't tell.
         """
-        raise EngineError(f"engine {self.package.name} does not tell checksums of its parameters")
+        raise EngineError(f"{self.server.address} does not tell checksums of its parameters")

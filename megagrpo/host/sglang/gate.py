@@ -2,7 +2,7 @@
 stay in the queue.
 
 The gate is the same on all ranks of the engine: it is moved by instructions, which all of them follow between
-    two batches.
+two batches.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 anew when it started.
 
 Each layer gets parameters as checkpoints have them, is loaded, and then laid out as at the start. What comes
-for a layer is kept until the
-layer is complete, so it is copied: the sender's memory is its own again once a bucket is acknowledged.
+for a layer is kept until the layer is complete, so it is copied: the sender's memory is its own again once a
+bucket is acknowledged.
 """
 
 from typing import Any

@@ -4,8 +4,8 @@ Registered in vLLM's workers.
 `/init_weight_transfer_engine` joins the group, `/start_weight_update` and `/finish_weight_update` enclose an
 update, and each `/update_weights` receives a bucket. Those routes answer nothing of what happened in the
 workers, and an exception in one of several would leave the others' answers to be taken for those of the next
-call. So nothing is raised here: what came, or what is wrong, is kept until `worker.WeightReceiver` is
-    asked for it.
+call. So nothing is raised here: what came, or what is wrong, is kept until `worker.WeightReceiver` is asked
+for it.
 """
 
 from dataclasses import dataclass

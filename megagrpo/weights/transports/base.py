@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megagrpo.weights.bucket_engine import BucketEngine
+from megagrpo.engines.bucket_engine import BucketEngine
 from megagrpo.weights.plan.boxes import Box, slices
 from megagrpo.weights.plan.bucket_layout import BucketLayout, PlacedTensor
 from megagrpo.weights.plan.publish_plan import PublishPlan, Transfer

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megagrpo.weights.bucket_engine import BucketEngine
+from megagrpo.engines.bucket_engine import BucketEngine
 from megagrpo.weights.changes import Change, DeltaTracker
 from megagrpo.weights.partial_checksums import combine_shares, compute_share
 from megagrpo.weights.publisher import agree

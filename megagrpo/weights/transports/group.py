@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import distributed as dist
 
-from megagrpo.weights.bucket_engine import BucketEngine
+from megagrpo.engines.bucket_engine import BucketEngine
 from megagrpo.weights.partial_checksums import combine_shares, compute_share
 from megagrpo.weights.plan.boxes import Box
 from megagrpo.weights.plan.bucket_layout import BucketLayout

@@ -15,7 +15,7 @@ DEVICE = device_module.setup()
 from megagrpo.checkpoint import folder as checkpoint_folder  # noqa: E402
 from megagrpo.checkpoint.writer import ShardWriter  # noqa: E402
 from megagrpo.config.load import load_config  # noqa: E402
-from megagrpo.engines.embedded.transformers import TransformersEngine  # noqa: E402
+from megagrpo.engines.embedded.transformers_engine import TransformersEngine  # noqa: E402
 from megagrpo.policy.actor import Actor  # noqa: E402
 from megagrpo.rewards.pool import RewardPool  # noqa: E402
 from megagrpo.rollout.generation import RolloutGenerator  # noqa: E402

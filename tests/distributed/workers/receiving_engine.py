@@ -11,6 +11,7 @@ import torch
 from torch import distributed as dist
 
 from megagrpo.engines.base import EngineError
+from megagrpo.engines.bucket_engine import check_acks
 from megagrpo.models.stage import StageModel
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.from_config import build_transport
@@ -81,6 +82,7 @@ class ReceivingEngine:
         if fault == "checksum":
             name = next(iter(acks[0]["tensors"]))
             acks[0]["tensors"][name] = "0badc0de"
+        check_acks(manifest, acks, self.engine_ranks)
         return acks
 
     def complete_update(self, version: int) -> None:

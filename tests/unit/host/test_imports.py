@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megagrpo.engines.server.arguments import HOST_PATH
+from megagrpo.engines.server.command import HOST_PATH
 
 MODULES = [
     "megagrpo.host.http_loop",

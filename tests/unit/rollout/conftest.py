@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megagrpo.config.load import load_config
-from megagrpo.fleet import recovery
+from megagrpo.fleet import replica_recovery
 from megagrpo.rollout import generation
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
@@ -171,7 +171,7 @@ class Ranks:
 def ranks(monkeypatch):
     ranks = Ranks()
     monkeypatch.setattr(generation, "all_gather_metadata", ranks.all_gather)
-    monkeypatch.setattr(recovery, "all_gather_metadata", ranks.all_gather)
+    monkeypatch.setattr(replica_recovery, "all_gather_metadata", ranks.all_gather)
     monkeypatch.setattr(
         generation.time, "sleep", lambda seconds: ranks.__dict__.setdefault("slept", []).append(seconds)
     )

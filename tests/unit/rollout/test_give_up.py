@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from megagrpo.config.engine import build_engine_config
+from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
-from megagrpo.engines.server.sglang import SglangEngine
 from megagrpo.errors import StopRequested
 from megagrpo.rollout import generation
 from megagrpo.rollout.generation import RolloutGenerator
@@ -102,11 +102,11 @@ def test_requests_at_a_server_are_aborted_and_the_rollout_is_given_up(
     one_rank, scripted_rewards, tiny_hf_folder, busy_server
 ):
     address, asked, ended = busy_server
-    engine = SglangEngine(
+    engine = ENGINES.get("sglang")(
         tiny_hf_folder("qwen3"),
         build_engine_config(name="sglang", max_batch_completions=4, server={"addresses": (address,)}),
     )
-    engine._weights.mark_complete(0)
+    engine._lifecycle.serve_from_start()
     generator = RolloutGenerator(engine, scripted_rewards(), OneRank(), [0], is_embedded=False)
     with Stop(generator), pytest.raises(StopRequested):
         generator.generate(request())

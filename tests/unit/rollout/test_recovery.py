@@ -7,7 +7,8 @@ import pytest
 
 from megagrpo.engines.base import EngineError, EngineHealth
 from megagrpo.errors import StopRequested, UserError
-from megagrpo.fleet.recovery import RecoveringPublisher, ReplicaRecovery
+from megagrpo.fleet.recovering_publisher import RecoveringPublisher
+from megagrpo.fleet.replica_recovery import ReplicaRecovery
 from megagrpo.rollout.replica_states import ReplicaStates
 from megagrpo.weights.publisher import PublishError, PublishStats
 
@@ -151,9 +152,7 @@ def test_the_only_replica_that_dies_in_a_publish_is_started_anew_and_given_it(ra
     below.deaths = {(4, 0): "dead", (4, 1): "dead"}
     stats = ranks.run(lambda rank: publishers[rank].publish(4))
     assert below.asked[0] == (4, (0, 1)) and below.asked[-1][0] == 4
-    assert (
-        "weight version 4: engine replica" in stats[0].notes[-1] and "was started anew" in stats[0].notes[-1]
-    )
+    assert "weight version 4: engine replica" in stats[0].notes[-1] and "was restarted" in stats[0].notes[-1]
 
 
 def test_a_publish_that_fails_with_all_engines_alive_ends_the_run(ranks, publishes):
@@ -181,7 +180,7 @@ def test_a_revived_replica_gets_the_newest_version_and_the_log_says_so_with_the_
     assert below.asked[-1] == (7, (1,))
     notes = ranks.run(lambda rank: publishers[rank].publish(8))[0].notes
     assert "warning: weight version 7: engine replica 1 is lost: silent" in notes
-    assert "weight version 7: engine replica 1 was started anew and generates again" in notes
+    assert "weight version 7: engine replica 1 was restarted and generates again" in notes
     engines[1].state = "dead"
     engines[1].errors.append(EngineError("no more restarts"))
     assert ranks.run(lambda rank: publishers[rank].revive()) == [False, False]
@@ -238,4 +237,4 @@ def test_a_publish_goes_to_those_who_are_there_and_tells_who_is_not(ranks):
     parts[0]._start.wait()
     stats = ranks.run(lambda rank: publishers[rank].publish(6))
     assert published[4:] == [(6, [0, 1])] * RANKS and stats[0].metrics["rollout/lost_replicas"] == 0
-    assert stats[1].notes[-1] == "weight version 6: engine replica 0 was started anew and generates again"
+    assert stats[1].notes[-1] == "weight version 6: engine replica 0 was restarted and generates again"

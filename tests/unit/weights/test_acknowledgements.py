@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megagrpo.weights.acknowledgements import check_acks, describe_difference
-from megagrpo.weights.publisher import PublishError
+from megagrpo.engines.base import EngineError
+from megagrpo.engines.bucket_engine import check_acks
+from megagrpo.weights.acknowledgements import describe_difference
 from megagrpo.weights.transports.disk import lay_out_safetensors
 from megagrpo.wire.manifest import (
     BucketManifest,
@@ -34,7 +35,7 @@ def acks(**changes):
 
 
 def test_right_acknowledgements_pass():
-    check_acks(MANIFEST, acks(), 2, "plan")
+    check_acks(MANIFEST, acks(), 2)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +52,8 @@ def test_right_acknowledgements_pass():
     ],
 )
 def test_a_wrong_acknowledgement_is_refused_by_name(changes, message):
-    with pytest.raises(PublishError, match=f"version 7, plan 0123: {message}"):
-        check_acks(MANIFEST, acks(**changes), 2, "0123")
+    with pytest.raises(EngineError, match=f"version 7: {message}"):
+        check_acks(MANIFEST, acks(**changes), 2)
 
 
 def test_planned_slices_are_held_against_the_loaders():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.engines.server.arguments import HOST_PATH
+from megagrpo.engines.server.command import HOST_PATH
 from megagrpo.wire import manifest as manifest_module
 from megagrpo.wire.manifest import (
     BucketManifest,

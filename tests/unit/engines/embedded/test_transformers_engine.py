@@ -4,6 +4,7 @@ loop.
 
 import json
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from megagrpo.config.engine import build_engine_config
 from megagrpo.engines.base import EngineError
-from megagrpo.engines.embedded.transformers import TransformersEngine
+from megagrpo.engines.embedded.transformers_engine import TransformersEngine
 from megagrpo.errors import UserError
 from megagrpo.types import Prompt, SamplingParams
 
@@ -208,3 +209,37 @@ def test_sliding_window_attention_is_refused(tmp_path, tiny_model, character_tok
     tiny_model("qwen2", **window).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"layer_types: .*sliding_attention"):
         TransformersEngine(tmp_path, build_engine_config(), character_tokenizer)
+
+
+def test_an_update_or_sleep_while_another_thread_generates_is_refused_and_nothing_is_mixed(
+    tiny_hf_folder, prompts
+):
+    """The weights would be overwritten under the running completions, which claim one version."""
+    engine = serving(tiny_hf_folder("qwen3"), max_batch_completions=2)
+    whole = engine.generate(prompts, params(), range(2))
+    is_generating, may_go_on, result = threading.Event(), threading.Event(), []
+
+    def on_group(position, completions):
+        is_generating.set()
+        assert may_go_on.wait(60)
+
+    thread = threading.Thread(
+        target=lambda: result.append(engine.generate(prompts, params(), range(2), on_group))
+    )
+    thread.start()
+    assert is_generating.wait(60)
+    try:
+        with pytest.raises(EngineError, match=r"weight version 1: an update can't begin: .* another thread"):
+            engine.begin_update(1)
+        with pytest.raises(EngineError, match=r"can't sleep: .* another thread"):
+            engine.sleep()
+    finally:
+        may_go_on.set()
+        thread.join(60)
+    for group, expected in zip(result[0], whole, strict=True):
+        for completion, same in zip(group, expected, strict=True):
+            assert completion.token_ids.tolist() == same.token_ids.tolist()
+            assert completion.weight_versions == ((0, 0),)
+    engine.begin_update(1)  # nothing is generated any more
+    engine.abort_update()
+    assert engine.weight_version == 0

@@ -3,13 +3,20 @@
 import contextlib
 import http.server
 import json
+import socket
 import threading
 import time
 
 import pytest
 
 from megagrpo.engines.base import EngineError
-from megagrpo.engines.server.http_client import EngineClient, EngineUnreachable
+from megagrpo.engines.server.http_client import (
+    NOT_SENT,
+    Call,
+    EngineClient,
+    EngineUnreachable,
+    split_credentials,
+)
 
 
 @pytest.fixture
@@ -28,6 +35,12 @@ def server():
                 released.wait(60)
             if self.path == "/release":
                 released.set()
+            if self.path == "/drop" and len(posts) <= httpd.drops:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            if self.path == "/large":
+                return self._answer(200, ["x" * body])
             with contextlib.suppress(BrokenPipeError):  # a client that waits no longer
                 self._answer(400 if self.path == "/refuse" else 200, {"sent": body})
 
@@ -44,7 +57,7 @@ def server():
     posts = []
     httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     httpd.daemon_threads = True
-    httpd.posts = posts
+    httpd.posts, httpd.drops = posts, 0
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
     yield httpd
     released.set()
@@ -67,7 +80,7 @@ def ignore(number, answer):
 def test_every_answer_is_handed_over_with_the_number_of_its_call(server):
     answers = {}
     client_of(server).call_all(
-        [("/echo", {"number": number}) for number in range(20)], answers.__setitem__, 3, never, []
+        [Call("/echo", {"number": number}) for number in range(20)], answers.__setitem__, 3, never, []
     )
     assert answers == {number: {"sent": {"number": number}} for number in range(20)}
 
@@ -77,7 +90,7 @@ def test_an_error_in_what_is_done_with_an_answer_ends_the_call(server):
         raise ValueError("scoring failed")
 
     with pytest.raises(ValueError, match="scoring failed"):
-        client_of(server).call_all([("/echo", 1), ("/wait", 2)], on_answer, 2, never, [])
+        client_of(server).call_all([Call("/echo", 1), Call("/wait", 2)], on_answer, 2, never, [])
 
 
 def test_a_refusal_carries_what_the_server_said(server):
@@ -85,7 +98,7 @@ def test_a_refusal_carries_what_the_server_said(server):
     with pytest.raises(EngineError, match=r'/refuse answered 400: \{"sent": \{"x": 1\}\}'):
         client.call("/refuse", {"x": 1})
     with pytest.raises(EngineError, match="/refuse answered 400"):
-        client.call_all([("/echo", 1), ("/refuse", 2)], ignore, 2, never, [])
+        client.call_all([Call("/echo", 1), Call("/refuse", 2)], ignore, 2, never, [])
 
 
 def test_silence_ends_with_the_time_out(server):
@@ -101,13 +114,13 @@ def test_silence_ends_with_the_time_out(server):
         match=r"no request was answered within "
         r"engine.server.request_timeout_seconds = 0.5",
     ):
-        client.call_all([("/wait", {})], ignore, 1, never, [])
+        client.call_all([Call("/wait", {})], ignore, 1, never, [])
 
 
 def test_the_end_of_the_server_ends_the_wait(server):
     client = client_of(server, end=lambda: "the server was killed by SIGKILL" if server.posts else None)
     with pytest.raises(EngineUnreachable, match="killed by SIGKILL"):
-        client.call_all([("/wait", {})], ignore, 1, never, [])
+        client.call_all([Call("/wait", {})], ignore, 1, never, [])
 
 
 def test_a_server_that_is_not_there_is_unreachable(server):
@@ -123,11 +136,11 @@ def test_a_server_that_is_not_there_is_unreachable(server):
 def test_an_abort_is_sent_and_keeps_back_what_was_not(server):
     aborted = threading.Event()
     result = {}
-    calls = [("/wait", {"number": 0}), ("/echo", {"number": 1})]
+    calls = [Call("/wait", {"number": 0}), Call("/echo", {"number": 1})]
     client = client_of(server)
     thread = threading.Thread(
         target=client.call_all,
-        args=(calls, result.__setitem__, 1, aborted.is_set, [("/release", {"ids": [0]})]),
+        args=(calls, result.__setitem__, 1, aborted.is_set, [Call("/release", {"ids": [0]})]),
     )
     thread.start()
     deadline = time.monotonic() + 60
@@ -135,5 +148,49 @@ def test_an_abort_is_sent_and_keeps_back_what_was_not(server):
         time.sleep(0.01)
     aborted.set()
     thread.join(60)
-    assert result == {0: {"sent": {"number": 0}}, 1: None}
+    assert result == {0: {"sent": {"number": 0}}, 1: NOT_SENT}
     assert ("/release", {"ids": [0]}) in server.posts and ("/echo", {"number": 1}) not in server.posts
+
+
+@pytest.mark.parametrize("drops", [1, 2, 3])
+def test_a_connection_that_breaks_is_tried_three_times(server, drops):
+    server.drops, answers = drops, {}
+    client = client_of(server)
+    calls = (
+        lambda: client.call("/drop", {}, is_repeatable=True),
+        lambda: client.call_all([Call("/drop", {}, about="prompt 3")], answers.__setitem__, 1, never, []),
+    )
+    for call in calls:
+        server.posts.clear()
+        if drops < 3:
+            call()
+        else:
+            with pytest.raises(EngineUnreachable, match=rf"http://127.0.0.1:{server.server_port}/drop"):
+                call()
+        assert len(server.posts) == min(drops + 1, 3)
+    assert len(answers) == (drops < 3)
+
+
+def test_a_call_that_may_have_been_followed_is_not_made_again(server):
+    server.drops = 1
+    with pytest.raises(EngineUnreachable):
+        client_of(server).call("/drop", {})
+    assert len(server.posts) == 1
+
+
+def test_an_answer_that_is_larger_than_what_was_asked_for_is_not_read_on(server):
+    call = Call("/large", 50_000_000, answer_bytes=1000, about="prompt 3: completion 0")
+    with pytest.raises(EngineError, match=r"/large \(prompt 3: completion 0\): .* larger than 1000 bytes"):
+        client_of(server).call_all([call], ignore, 1, never, [])
+
+
+@pytest.mark.parametrize(
+    ("address", "bare", "credentials"),
+    [
+        ("http://host:1", "http://host:1", None),
+        ("http://me:p%40ss@host:1", "http://host:1", ("me", "p@ss")),
+        ("https://token@[::1]:80/x", "https://[::1]:80/x", ("token", "")),
+    ],
+)
+def test_user_and_password_are_split_off_an_address(address, bare, credentials):
+    assert split_credentials(address) == (bare, credentials)

@@ -16,10 +16,9 @@ import pytest
 
 from megagrpo.config.engine import build_engine_config
 from megagrpo.engines.base import EngineError
-from megagrpo.engines.server.arguments import HOST_PATH
-from megagrpo.engines.server.owned_server import OwnedServer
+from megagrpo.engines.server.command import HOST_PATH, EnginePackage, ServerCommand
+from megagrpo.engines.server.engine_server import EngineServer
 from megagrpo.engines.server.process import ServerProcess
-from megagrpo.engines.server.python_environment import EnginePackage
 from megagrpo.errors import UserError
 
 # Serves /health, once a child of its own is up; its pid and the child's are in the file named by PIDS.
@@ -146,17 +145,14 @@ def end_of(server):
     yet.
     """
     deadline = time.monotonic() + 60
-    while (end := server.describe_end()) is None:
+    while (end := server.loss) is None:
         assert time.monotonic() < deadline, "still there"
         time.sleep(0.05)
     return end
 
 
-class Kind:
-    """A server of this file as the server of an engine; `first` runs in its place until `marker` exists."""
-
-    package = EnginePackage("pytest", ("pytest",), (1, 0))  # something that this Python has
-    health_path = "/health"
+class Fake:
+    """Starts the server of this file as that of an engine; `first` runs in its place the first time."""
 
     def __init__(self, tmp_path: Path, first: str = "raise SystemExit('unused')", max_restarts: int = 1):
         self.config = build_engine_config(
@@ -164,52 +160,55 @@ class Kind:
         )
         self.tmp_path, self.first, self.ports = tmp_path, first, []
 
-    def server_command(self, python, port):
+    def words(self, python, port):
         self.ports.append(port)
         return [python, "-c", self.first if len(self.ports) == 1 else SERVER, str(port)]
 
-    def server_environment(self):
-        return {"PIDS": str(self.tmp_path / "pids")}
+    def start(self):
+        package = EnginePackage("pytest", ("pytest",), (1, 0))  # something that this Python has
+        environment = {"PIDS": str(self.tmp_path / "pids")}
+        command = ServerCommand(package, "/health", self.words, lambda: environment)
+        return EngineServer(command, self.config, log_file=self.tmp_path / "log")
 
 
 def test_a_server_whose_port_was_taken_meanwhile_is_started_on_another(tmp_path):
-    kind = Kind(tmp_path, first="raise OSError(98, 'Address already in use')")
-    server = OwnedServer(kind, tmp_path / "log")
+    fake = Fake(tmp_path, first="raise OSError(98, 'Address already in use')")
+    server = fake.start()
     try:
-        assert len(set(kind.ports)) == 2 and server.address == f"http://127.0.0.1:{kind.ports[1]}"
+        assert len(set(fake.ports)) == 2 and server.address == f"http://127.0.0.1:{fake.ports[1]}"
     finally:
-        server.stop()
+        server.close()
 
 
 def test_another_failure_is_not_tried_again(tmp_path):
-    kind = Kind(tmp_path, first="raise ValueError('no such model')")
+    fake = Fake(tmp_path, first="raise ValueError('no such model')")
     with pytest.raises(
         UserError,
         match=r"engine.name: vllm: the server ended with code 1 .*ValueError: no "
         r"such model",
     ):
-        OwnedServer(kind, tmp_path / "log")
-    assert len(kind.ports) == 1
+        fake.start()
+    assert len(fake.ports) == 1
 
 
 def test_a_dead_server_is_started_anew_at_its_address_as_often_as_allowed(tmp_path):
-    kind = Kind(tmp_path, first=SERVER, max_restarts=1)
-    server = OwnedServer(kind, tmp_path / "log")
+    fake = Fake(tmp_path, first=SERVER, max_restarts=1)
+    server = fake.start()
     try:
         address, first_pid = server.address, server.pid
         os.kill(first_pid, signal.SIGKILL)
         assert "was killed by SIGKILL" in end_of(server)
         server.restart()
-        assert server.address == address and server.pid != first_pid and server.describe_end() is None
+        assert server.address == address and server.pid != first_pid and server.loss is None
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=r"engine.server.max_restarts = 1 are used up"):
             server.restart()
     finally:
-        server.stop()
+        server.close()
 
 
 def test_a_dead_server_whose_port_is_taken_is_started_anew_on_another(tmp_path):
-    server = OwnedServer(Kind(tmp_path, first=SERVER), tmp_path / "log")
+    server = Fake(tmp_path, first=SERVER).start()
     listener = socket.socket()
     try:
         first = server.address
@@ -219,7 +218,7 @@ def test_a_dead_server_whose_port_is_taken_is_started_anew_on_another(tmp_path):
         listener.bind(("127.0.0.1", int(first.rpartition(":")[2])))
         listener.listen()
         server.restart()
-        assert server.address != first and server.describe_end() is None
+        assert server.address != first and server.loss is None
     finally:
         listener.close()
-        server.stop()
+        server.close()

@@ -4,6 +4,7 @@ of SGLang 0.5.23.
 
 import base64
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 from megagrpo.config.engine import SglangServerConfig, build_engine_config
+from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
-from megagrpo.engines.completions import build_completion
 from megagrpo.engines.embedded.stopping import StopRule
-from megagrpo.engines.server import sglang
+from megagrpo.engines.server import sglang_protocol
+from megagrpo.engines.server.completions import build_completion
 from megagrpo.engines.server.http_client import EngineClient
-from megagrpo.engines.server.sglang import SglangEngine, cores_by_rank
-from megagrpo.engines.server.sglang_answers import read_routed_experts, read_sample
+from megagrpo.engines.server.sglang_answers import read_routed_experts, read_samples
+from megagrpo.engines.server.sglang_command import cores_by_rank, sglang_command
 from megagrpo.types import Prompt, SamplingParams
 from megagrpo.wire.counter_sampling import row_keys
 
@@ -27,24 +29,30 @@ PROMPT = Prompt(id=12, text="1+2=", token_ids=(4, 39, 5, 41))
 
 @pytest.fixture
 def build(tiny_hf_folder, monkeypatch):
-    """A function (family, **engine fields) -> an engine whose server is only said to be there."""
+    """A function (family, **engine fields) -> the protocol of an engine whose server is only said to be
+    there.
+    """
     monkeypatch.setattr(EngineClient, "is_answering", lambda self, path: True)
 
     def build(family="qwen3", tokenizer=None, **fields):
         own = {name: fields.pop(name) for name in list(fields) if name not in SglangServerConfig.model_fields}
         server = {"addresses": ("http://127.0.0.1:9",), **fields}
         config = build_engine_config(name="sglang", server=server, **own)
-        return SglangEngine(tiny_hf_folder(family), config, tokenizer)
+        return ENGINES.get("sglang")(tiny_hf_folder(family), config, tokenizer).protocol
 
     return build
 
 
+def command_of(model, port):
+    return sglang_command(model).words("python", port)
+
+
 def test_every_route_that_is_called_is_also_there_without_sglangs_http_server():
     """`engine.server.offline` serves what is written down in its module alone."""
-    package = Path(sglang.__file__).parents[2]
+    package = Path(sglang_protocol.__file__).parents[2]
     called, served = (
         set(re.findall(r'"(/[a-z_]+)"', (package / name).read_text()))
-        for name in ("engines/server/sglang.py", "host/sglang/offline.py")
+        for name in ("engines/server/sglang_protocol.py", "host/sglang/offline.py")
     )
     assert {"/generate", "/update_weights_from_tensor"} <= called <= served
 
@@ -94,28 +102,28 @@ def test_stops_are_those_of_the_model_and_of_the_request(build):
 
 
 def test_without_a_tokenizer_of_its_own_the_server_is_sent_no_stop_strings(build, character_tokenizer):
-    engine = build(tokenizer=character_tokenizer)  # made in memory
-    _, body = engine.generate_call("abc", PROMPT, SamplingParams(9, stop=("\n",)), range(1))
-    assert "stop" not in body["sampling_params"][0] and "--skip-tokenizer-init" in engine.server_command(
-        "python", 1
+    protocol = build(tokenizer=character_tokenizer)  # made in memory
+    _, body = protocol.generate_call("abc", PROMPT, SamplingParams(9, stop=("\n",)), range(1))
+    assert "stop" not in body["sampling_params"][0] and "--skip-tokenizer-init" in command_of(
+        protocol.model, 1
     )
 
 
 def test_an_abort_names_every_completion_and_none_of_another_request(build):
     """The server ends all requests that begin with an id: no id may be the beginning of another one."""
-    engine = build()
-    calls = engine.abort_calls({"abc": 12, "abd": 1})
-    ids = [body["rid"] for _, body in calls]
+    protocol = build()
+    calls = protocol.abort_calls({"abc": 12, "abd": 1})
+    ids = [call.body["rid"] for call in calls]
     assert set(ids) == {
-        *engine.generate_call("abc", PROMPT, SamplingParams(1), range(12))[1]["rid"],
+        *protocol.generate_call("abc", PROMPT, SamplingParams(1), range(12))[1]["rid"],
         "abd.0.",
     }
     assert not [(a, b) for a in ids for b in ids if a != b and b.startswith(a)]
 
 
 def test_the_server_is_told_the_context_the_rows_and_a_cache_that_they_can_fill(build):
-    engine = build(max_batch_completions=3, options={"schedule_policy": "lpm", "log_level": "info"})
-    command = engine.server_command("python", 8123)
+    protocol = build(max_batch_completions=3, options={"schedule_policy": "lpm", "log_level": "info"})
+    command = command_of(protocol.model, 8123)
     assert (
         command[:4] == ["python", "-P", "-m", "megagrpo.host.sglang.server"]
         and command[4] == "--end-with-parent"
@@ -125,7 +133,7 @@ def test_the_server_is_told_the_context_the_rows_and_a_cache_that_they_can_fill(
         options["--port"] == "8123" and options["--host"] == "127.0.0.1" and options["--dtype"] == "float32"
     )
     assert options["--max-running-requests"] == "3"
-    assert int(options["--context-length"]) > engine.context_tokens == 128
+    assert int(options["--context-length"]) > protocol.model.context_tokens == 128
     assert int(options["--max-total-tokens"]) == 3 * int(options["--context-length"])
     assert (
         options["--schedule-policy"] == "lpm"
@@ -133,7 +141,7 @@ def test_the_server_is_told_the_context_the_rows_and_a_cache_that_they_can_fill(
         and "warning" not in command
     )
     # 2 (keys, values) x 2 layers x 2 heads x 16 x 4 bytes = 512 bytes a token
-    small = dict(pairwise(build(kv_cache_bytes=512 * 500).server_command("python", 1)))
+    small = dict(pairwise(command_of(build(kv_cache_bytes=512 * 500).model, 1)))
     assert small["--max-total-tokens"] == "500"
 
 
@@ -145,48 +153,54 @@ def test_every_engine_rank_on_a_cpu_has_cores(cores, ranks, expected):
     assert cores_by_rank(cores, ranks) == expected
 
 
+def spans_of(sample):
+    return [(span.version, span.start, span.end) for span in sample.spans]
+
+
 def test_a_completion_comes_with_its_spans_of_weight_versions():
-    sample = read_sample(answer())
+    (sample,) = read_samples([answer()])
     assert (
         sample.token_ids == [7, 9, 8]
         and sample.logprobs == [-0.5, -1.25, -2.0]
         and sample.finish_reason == "length"
     )
-    assert sample.weight_versions == ((0, 6), (2, 7)) and sample.routed_experts is None
+    assert spans_of(sample) == [(6, 0, 2), (7, 2, 3)] and sample.routed_experts is None
 
 
-def test_a_request_that_was_ended_in_the_queue_is_an_empty_abort():
+def test_a_request_that_was_ended_in_the_queue_is_an_empty_abort(character_tokenizer):
     fields = {
         "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
         "weight_versions": None,
         "output_token_logprobs": [],
     }
-    sample = read_sample(answer(**fields) | {"output_ids": []})
-    assert (sample.token_ids, sample.logprobs, sample.finish_reason, sample.weight_versions) == (
-        [],
-        [],
-        "abort",
-        ((0, 7),),
-    )
+    (sample,) = read_samples([answer(**fields) | {"output_ids": []}])
+    assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([], [], "abort")
+    rule = StopRule(character_tokenizer, {2}, SamplingParams(3))
+    completion = build_completion(PROMPT, 0, sample, 7, rule, character_tokenizer)
+    assert completion.weight_versions == ((0, 7),) and completion.finish_reason == "abort"
 
 
-def test_spans_without_tokens_are_left_out():
+def test_spans_without_tokens_are_left_out(character_tokenizer):
     spans = [{"version": "5", "start": 0, "end": 0}, {"version": "7", "start": 0, "end": 3}]
-    assert read_sample(answer(weight_versions=spans)).weight_versions == ((0, 7),)
+    (sample,) = read_samples([answer(weight_versions=spans)])
+    rule = StopRule(character_tokenizer, {2}, SamplingParams(3))
+    assert build_completion(PROMPT, 0, sample, 7, rule, character_tokenizer).weight_versions == ((0, 7),)
 
 
-def test_an_end_that_is_not_known_is_an_error():
-    with pytest.raises(EngineError, match=r"abc\.0.*'type': 'paused'"):
-        read_sample(answer(finish_reason={"type": "paused"}))
+def test_log_probs_of_other_tokens_are_an_error():
+    logprobs = [[-0.5, 7, None], [-1.25, 8, None], [-2.0, 8, None]]
+    with pytest.raises(EngineError, match="log-probs that came are of other tokens"):
+        read_samples([answer(output_token_logprobs=logprobs)])
 
 
 def test_routed_experts_are_cut_with_their_completion(character_tokenizer):
     # 4 prompt tokens, 2 of 3 sampled tokens; 2 layers, 3 experts each
     experts = np.arange(6 * 2 * 3, dtype=np.int32)
     meta = {"routed_experts": base64.b64encode(experts.tobytes()).decode()}
-    assert read_routed_experts(meta, (2, 3)).tolist() == experts.reshape(6, 2, 3).tolist()
+    assert read_routed_experts(meta["routed_experts"], (2, 3)).tolist() == experts.reshape(6, 2, 3).tolist()
     rule = StopRule(character_tokenizer, {2}, SamplingParams(3, stop_token_ids=(9,)))
-    completion = build_completion(PROMPT, 0, read_sample(answer(**meta), (2, 3)), rule, character_tokenizer)
+    (sample,) = read_samples([answer(**meta)], (2, 3))
+    completion = build_completion(PROMPT, 0, sample, 7, rule, character_tokenizer)
     assert (
         completion.token_ids.tolist() == [7, 9]
         and completion.finish_reason == "stop"
@@ -196,15 +210,13 @@ def test_routed_experts_are_cut_with_their_completion(character_tokenizer):
 
 
 def test_routed_experts_are_asked_for_where_the_server_returns_them(build):
-    engine = build("qwen3_moe", options={"enable_return_routed_experts": True})
-    assert engine.generate_call("abc", PROMPT, SamplingParams(1), range(1))[1]["return_routed_experts"]
-    assert "--enable-return-routed-experts" in engine.server_command("python", 1)
+    protocol = build("qwen3_moe", options={"enable_return_routed_experts": True})
+    assert protocol.generate_call("abc", PROMPT, SamplingParams(1), range(1))[1]["return_routed_experts"]
+    assert "--enable-return-routed-experts" in command_of(protocol.model, 1)
 
 
 def test_on_gpus_the_cache_is_the_servers_and_memory_can_be_given_back(build):
-    engine = build()
-    engine.device = torch.device("cuda")
-    command = engine.server_command("python", 1)
+    command = command_of(replace(build().model, device=torch.device("cuda")), 1)
     assert (
         "--enable-memory-saver" in command
         and "--max-total-tokens" not in command

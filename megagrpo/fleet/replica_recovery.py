@@ -1,91 +1,19 @@
-"""Starts lost engines anew while the others go on, and has every publish go to those that are there."""
+"""Restarts lost replicas of engines while the others go on."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megagrpo.engines.server.engine import RemoteEngine
-from megagrpo.errors import StopRequested, UserError
+from megagrpo.engines.base import EngineState
+from megagrpo.engines.server.engine import ServerEngine
+from megagrpo.errors import UserError
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import all_gather_metadata
 from megagrpo.rollout.replica_states import ReplicaStates
-from megagrpo.weights.publisher import Publisher, PublishError, PublishStats
 
-_UPDATABLE = ("serving", "empty", "stale")  # states of an engine that takes a whole update
+# states of an engine that takes a whole update
+_UPDATABLE = (EngineState.SERVING, EngineState.EMPTY, EngineState.STALE)
 _POLL_SECONDS = 1.0  # between two looks of all ranks at a start that they wait for
-
-
-class RecoveringPublisher(Publisher):
-    """Publishes to the replicas that are there, and to lost ones once they are back."""
-
-    def __init__(self, publisher: Publisher, recovery: "ReplicaRecovery"):
-        self.publisher, self.recovery, self.exporter = publisher, recovery, publisher.exporter
-        self._version = -1  # of the newest publish
-        self._told: dict[int, str] = {}  # lost replicas, as the log has them
-        self._notes: list[str] = []  # for the log, with the next publish of a step
-
-    def publish(self, version: int, replicas: Collection[int] | None = None) -> PublishStats:
-        """Bring the engines to `version`; see Publisher.publish.
-
-        A replica that dies meanwhile is left out of what is then published again to the others; where there
-        are none, to the first replica that could be started anew. Where that is none either, nobody takes the
-        weights, and the next rollout ends the run.
-        """
-        stats = self._publish(version, replicas)
-        notes, self._notes = self._notes, []
-        return replace(
-            stats,
-            metrics=stats.metrics | {"rollout/lost_replicas": len(self.recovery.states.lost)},
-            notes=(*stats.notes, *notes),
-        )
-
-    def revive(self) -> bool:
-        """Bring a replica back that is lost, when all are: start, publish; say whether one generates now.
-        Collective over all ranks.
-
-        Raises:
-            StopRequested: the run is to stop meanwhile; raised on all ranks.
-        """
-        self._notes += self._publish(self._version, None).notes
-        if not self.recovery.states.is_any_left and self.recovery.is_given_up:
-            raise StopRequested
-        return self.recovery.states.is_any_left
-
-    def close(self) -> None:
-        """Give back what is held between publishes."""
-        self.publisher.close()
-
-    def _publish(self, version: int, replicas: Collection[int] | None) -> PublishStats:
-        self._version = version
-        while True:
-            usable = self.recovery.prepare_publish()
-            self._note_lost(version)
-            chosen = [replica for replica in usable if replicas is None or replica in replicas]
-            if not chosen:
-                return PublishStats(version, 0, 0)
-            try:
-                stats = self.publisher.publish(version, chosen)
-            except PublishError:
-                if not self.recovery.drop_dead(chosen):
-                    raise
-                self._note_lost(version)
-                continue
-            for replica in self.recovery.published(chosen):
-                self._told.pop(replica, None)
-                self._notes.append(
-                    f"weight version {version}: engine replica {replica} was started anew and generates again"
-                )
-            return stats
-
-    def _note_lost(self, version: int) -> None:
-        """Put what is newly lost, or lost for a new reason, into the log."""
-        lost = self.recovery.states.lost
-        news = sorted(lost.items() - self._told.items())
-        self._notes += [
-            f"warning: weight version {version}: engine replica {replica} is lost: {why}"
-            for replica, why in news
-        ]
-        self._told = dict(lost)
 
 
 @dataclass(frozen=True)
@@ -93,14 +21,14 @@ class _Start:
     """What an owner tells of the start of its lost replica."""
 
     state: str  # "starting", "started", "failed"
-    address: str = ""  # of a server that was started
+    address: str = ""  # where the restarted server is reached
     why: str = ""  # it can't be
 
 
 class ReplicaRecovery:
     """This rank's part in the recovery of the replicas of engines in processes of their own.
 
-    A start takes from seconds to minutes, so it runs in a thread of the owner; the replica takes part in the
+    A restart takes seconds to minutes, so it runs in a thread of the owner; the replica takes part in the
     first publish after it.
 
     Attributes:
@@ -109,7 +37,7 @@ class ReplicaRecovery:
 
     def __init__(
         self,
-        engine: RemoteEngine,
+        engine: ServerEngine,
         states: ReplicaStates,
         owners: Sequence[int],
         rank: int,
@@ -120,9 +48,9 @@ class ReplicaRecovery:
         Args:
             engine: this rank's view of its replica.
             owners: the rank that starts each replica.
-            is_stopping: says whether this rank was told that the run is to stop; then nobody waits for a
-                start.
-            waiting: what all ranks are in while they wait for a start, because nothing else is left.
+            is_stopping: says whether this rank knows that the run is to stop; then nobody waits for a
+                restart.
+            waiting: what all ranks are in while they wait for a restart, because nothing else is left.
         """
         self.engine, self.states, self.owners, self.rank, self._is_stopping = (
             engine,
@@ -138,7 +66,7 @@ class ReplicaRecovery:
         self._started: list[int] = []
 
     def prepare_publish(self) -> list[int]:
-        """Return the replicas that can take weights; begin to start those anew that are lost. Collective over
+        """Return the replicas that can take weights; begin to restart the lost ones. Collective over
         all ranks.
 
         Waits for a start only where nothing else is left. An empty list: none is left and none can be
@@ -181,7 +109,7 @@ class ReplicaRecovery:
         )
 
     def published(self, chosen: Collection[int]) -> list[int]:
-        """Let those of `chosen` that were started anew, and have just taken the weights, generate again;
+        """Let those of `chosen` that were restarted, and now have the weights, generate again;
         return them.
         """
         found = [replica for replica in self._started if replica in chosen]
@@ -236,6 +164,6 @@ class ReplicaRecovery:
                 return _Start(
                     "failed", why=f"{self.states.lost[self.replica].removesuffix(f'; {outcome}')}; {outcome}"
                 )
-        # For the first time, or again: it has died anew, or did not come up. As often as restarts are left.
+        # The first restart, or another one: it died again, or did not come up. As often as restarts are left.
         self._start = BackgroundWork(self.engine.restart, "start engine")
         return _Start("starting")

@@ -1,5 +1,5 @@
-"""Puts full tensors into buckets that lie in a file of shared memory, for engine processes of this
-machine.
+"""Brings full tensors to engines of every kind: embedded ones load them, servers take them in files of shared
+memory.
 """
 
 import mmap
@@ -13,7 +13,21 @@ import torch
 from megagrpo.supervision.shared_memory import PREFIX, SHARED_MEMORY, hold
 from megagrpo.wire.manifest import BucketManifest, TensorEntry, checksum_of
 
+_BUCKET_BYTES = 64 * 2**20
 _ALIGNMENT = 64  # bytes: a tensor's first one, for any dtype and for whole cache lines
+
+
+def load(engine, named_tensors):
+    """Give an engine tensors of its open update, in as many buckets as they need; none of them are an empty
+    one.
+    """
+    if engine.is_embedded:
+        engine.load(named_tensors)
+        return
+    version = engine.opened_version or 0
+    for bucket in list(fill_buckets(named_tensors, _BUCKET_BYTES)) or [[]]:
+        with bucket_file(version, bucket) as manifest:
+            engine.receive(manifest)
 
 
 def fill_buckets(

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from megagrpo.engines.server.python_environment import EnginePackage, find_python
+from megagrpo.engines.server.command import EnginePackage, find_python
 from megagrpo.errors import UserError
 
 ABSENT = EnginePackage("an_engine", ("an-engine", "an-engine-cpu"), (0, 32))

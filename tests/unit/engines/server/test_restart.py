@@ -1,12 +1,12 @@
 """What an engine knows of its server after that was started anew, or was left in the midst of an update."""
 
 import pytest
-import torch
 
 from megagrpo.config.engine import build_engine_config
+from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.server.http_client import EngineClient, EngineUnreachable
-from megagrpo.engines.server.vllm import VllmEngine
+from megagrpo.wire.manifest import BucketManifest, TensorEntry
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def follower(tiny_hf_folder, monkeypatch):
     """An engine whose server is only said to be there; it holds version 4."""
     monkeypatch.setattr(EngineClient, "is_answering", lambda self, path: True)
     config = build_engine_config(name="vllm", server={"addresses": ("http://127.0.0.1:9",)})
-    engine = VllmEngine(tiny_hf_folder("qwen3"), config, is_owner=False)
+    engine = ENGINES.get("vllm")(tiny_hf_folder("qwen3"), config, is_owner=False)
     publish(engine, 4)
     yield engine
     engine.close()
@@ -22,7 +22,11 @@ def follower(tiny_hf_folder, monkeypatch):
 
 def publish(engine, version):
     engine.begin_update(version)
-    engine.load((name, torch.empty(shape)) for name, shape in engine._tensor_shapes.items())
+    entries = tuple(
+        TensorEntry(name, "float32", tuple(shape), 0, 0, "0")
+        for name, shape in engine.protocol.model.tensor_shapes.items()
+    )
+    engine.receive(BucketManifest(version, "none", {}, "full", entries))
     engine.commit_update(version)
 
 

@@ -9,13 +9,14 @@ from transformers import AutoTokenizer
 from transformers.modeling_utils import AttentionInterface
 
 from megagrpo.config.engine import EngineConfig
-from megagrpo.engines.base import Engine, EngineError, EngineHealth, OnGroup
+from megagrpo.engines.base import EmbeddedEngine, EngineError, EngineHealth, OnGroup
 from megagrpo.engines.embedded.decoding import DecodedRow, Decoder, Request
 from megagrpo.engines.embedded.fused_projections import fuse_query_key_value
+from megagrpo.engines.embedded.in_place_weights import InPlaceWeights
 from megagrpo.engines.embedded.kv_cache import RolloutCache
 from megagrpo.engines.embedded.stopping import StopRule
-from megagrpo.engines.embedded.weights import InPlaceWeights
 from megagrpo.engines.hf_model import build_model, end_token_ids, load_from_folder
+from megagrpo.engines.lifecycle import Action, EngineLifecycle
 from megagrpo.engines.request_checks import check_request
 from megagrpo.models.hf_config import read_hf_config
 from megagrpo.models.stacked_experts import stacked_rules
@@ -37,11 +38,12 @@ def _attention(module, query, key, value, attention_mask, scaling, rollout_cache
 AttentionInterface.register(_ATTENTION, _attention)
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(EmbeddedEngine):
     """A full replica of the model, decoded with shared prompts, a growing KV cache and counter-based
     sampling.
 
-    Weights are overwritten in place, so nothing is generated while an update is open (see Engine).
+    Weights are overwritten in place, so nothing is generated while an update is open, and no update begins
+    while something is generated (see Engine).
     """
 
     def __init__(
@@ -73,15 +75,15 @@ class TransformersEngine(Engine):
         self._model = build_model(model_folder, _ATTENTION, dtype, load_weights).to(self._device)
         fuse_query_key_value(self._model)
         self._end_token_ids = end_token_ids(model_folder, self._model.config, self._tokenizer)
-        self._weights = InPlaceWeights(self._model, stacked)
+        self._lifecycle = EngineLifecycle(updates_in_place=True)
+        self._weights = InPlaceWeights(self._model, stacked, self._lifecycle)
         if load_weights:
-            self._weights.mark_complete(0)
-        self._asleep = False
+            self._lifecycle.serve_from_start()
         self._aborted = False
 
     @property
     def weight_version(self) -> int | None:
-        return self._weights.version
+        return self._lifecycle.version
 
     @torch.inference_mode()
     def generate(
@@ -91,7 +93,16 @@ class TransformersEngine(Engine):
         completion_indices: Sequence[int],
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        self._require("serving")
+        with self._lifecycle.generating():
+            return self._generate(prompts, sampling, completion_indices, on_group)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        completion_indices: Sequence[int],
+        on_group: OnGroup | None,
+    ) -> list[list[Completion]]:
         config = self._model.config
         check_request(
             prompts, sampling, completion_indices, config.vocab_size, config.max_position_embeddings
@@ -106,7 +117,7 @@ class TransformersEngine(Engine):
             self._config.max_prefill_tokens,
         )
         requests = _requests(prompts, completion_indices, self._config.max_batch_completions)
-        group_size, version = len(completion_indices), self._weights.version
+        group_size, version = len(completion_indices), self._lifecycle.version
         groups: list[list[Any]] = [[None] * group_size for _ in prompts]
         missing = [group_size] * len(prompts)
 
@@ -131,57 +142,37 @@ class TransformersEngine(Engine):
         return groups
 
     def begin_update(self, version: int) -> None:
-        self._require("empty", "serving", "updating", "stale")
         self._weights.begin(version)
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._require("empty", "serving", "updating", "stale")
         self._weights.load(named_tensors)
 
     def commit_update(self, version: int) -> None:
-        self._require("empty", "serving", "updating", "stale")
         self._weights.commit(version)
 
     def abort_update(self) -> None:
-        self._weights.abort()
+        self._lifecycle.abort()
 
     def sleep(self) -> None:
-        self._require("empty", "serving", "stale", "asleep")
-        self._asleep = True
+        self._lifecycle.sleep()
         self._move("cpu")
 
     def wake(self) -> None:
-        self._require("asleep")
+        self._lifecycle.require(Action.WAKE)
         self._move(self._device)
         fuse_query_key_value(self._model)
-        self._asleep = False
+        self._lifecycle.wake()
 
     def abort(self) -> None:
         self._aborted = True
 
     def health(self) -> EngineHealth:
-        state = self._state()
-        reasons = {
-            "empty": "no weights were committed yet",
-            "stale": "an update failed half-way",
-            "updating": "an update is open",
-        }
-        return EngineHealth(state == "serving", state, self._weights.version, reasons.get(state, ""))
+        return self._lifecycle.health()
 
     def close(self) -> None:
-        self._model = None
-        self._weights = InPlaceWeights(torch.nn.Module(), {})
-
-    def _state(self) -> str:
-        if self._model is None:
-            return "closed"
-        if self._asleep:
-            return "asleep"
-        if self._weights.updating:
-            return "updating"
-        if self._weights.stale:
-            return "stale"
-        return "empty" if self._weights.version is None else "serving"
+        if self._lifecycle.close():
+            self._model = None
+            self._weights.bind(torch.nn.Module())
 
     def _move(self, device: torch.device | str) -> None:
         self._model.to(device)
