@@ -90,7 +90,7 @@ def one_line(output, *parts):
     ("breakage", "parts"),
     [
         ("truncated", ("model.safetensors", "not readable, truncated?")),
-        ("missing", ("model.safetensors", "no such safetensors file")),
+        ("missing", ("model.path", "no weights (*.safetensors) in it")),
         ("softcap", ("attn_logit_softcapping", "not a field that family 'qwen3' knows")),
         ("small_vocabulary", ("token ids up to 13", "vocab_size is 12")),
     ],

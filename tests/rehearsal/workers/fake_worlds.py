@@ -92,7 +92,7 @@ def _bytes(file: str) -> dict[str, float]:
         "optimizer": 12 * count / groups.dp_cp.size(),
         "reference": 2 * count if config.algorithm.kl.coef else 0,
         "activations": activations,
-        "engine_weights": 2 * count * layout.tp / config.engine.tensor_parallel,
+        "engine_weights": 2 * count * layout.tp / config.engine.server.tensor_parallel,
     }
     return {name: float(value) for name, value in held.items()}
 
