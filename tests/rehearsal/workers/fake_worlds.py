@@ -12,7 +12,7 @@ from small_models import BF16
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megagrpo.config.load import load_config
-from megagrpo.models.family import read_hf_config
+from megagrpo.models.hf_config import read_hf_config
 from megagrpo.models.stage import build_stage_model
 from megagrpo.models.transformer_config import build_transformer_config
 from megagrpo.parallel.groups import build_groups
