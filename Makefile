@@ -52,7 +52,7 @@ gsm8k: $(VENV)/.installed $(SMOLLM2)
 	$(BIN)/megagrpo run examples/gsm8k/gsm8k.yaml --nproc 2
 
 # Runs the commands that the examples' READMEs show and compares the figures that they state: minutes
-examples: $(VENV)/.installed-rewards
+examples: $(VENV)/.installed
 	$(BIN)/python tools/check_examples.py
 
 # Each rollout engine that is a server has a Python environment of its own, which engine.server.python finds under .engines.

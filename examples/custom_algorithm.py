@@ -28,7 +28,8 @@ declare_metric("power_ratio", "mean", "actor / old ratio to the power of power_c
 @register_loss("power_clip", options={"power": 0.5})
 def power_clip(inputs: LossInputs) -> LossOutput:
     """PPO's clip on a flattened ratio, r^power: the further the actor has moved, the less it is trusted. At r
-    = 1 the division by `power` makes the gradient that of REINFORCE."""
+    = 1 the division by `power` makes the gradient that of REINFORCE.
+    """
     power = inputs.option("power")
     ratio = exp_log_ratio(power * inputs.log_ratio())
     clipped = ratio.clamp(1 - inputs.config.clip_low, 1 + inputs.config.clip_high)

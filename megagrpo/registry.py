@@ -31,11 +31,10 @@ class Registry(Generic[Entry]):
     """
 
     def __init__(self, kind: str, read: Callable[[Any], Entry] | None = None):
-        """
-        Args:
-            kind: what the entries are, in the words of messages.
-            read: makes the entry of a user's attribute, and raises UserError with what the attribute lacks;
-                None: the attribute is the entry.
+        """Args:
+        kind: what the entries are, in the words of messages.
+        read: makes the entry of a user's attribute, and raises UserError with what the attribute lacks;
+            None: the attribute is the entry.
         """
         self.kind, self._read = kind, read
         self._entries: dict[str, Entry] = {}

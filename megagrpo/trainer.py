@@ -53,12 +53,11 @@ class Trainer:
         export: Callable[[], None],
         max_roll_backs: int,
     ):
-        """
-        Args:
-            learning_rate: of an update, by how many the run has made before.
-            engine_rests: what the engine is in while the policy is updated.
-            export: writes the final weights. Collective over all ranks.
-            max_roll_backs: one more ends the run.
+        """Args:
+        learning_rate: of an update, by how many the run has made before.
+        engine_rests: what the engine is in while the policy is updated.
+        export: writes the final weights. Collective over all ranks.
+        max_roll_backs: one more ends the run.
         """
         self.num_steps, self.pipeline, self.updater, self.gate = num_steps, pipeline, updater, gate
         self.learning_rate, self.publisher, self.evaluator = learning_rate, publisher, evaluator

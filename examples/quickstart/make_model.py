@@ -117,6 +117,7 @@ def compute_accuracy(model: Qwen3ForCausalLM, rows: list[dict]) -> tuple[float, 
 
 
 def main() -> None:
+    """Train the model on the noisy teacher's answers and write the folder."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "model"
     torch.set_num_threads(1)  # one thread: the sums, and so the weights, are the same on every run
     torch.manual_seed(0)

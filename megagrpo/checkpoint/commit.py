@@ -30,10 +30,9 @@ class Commit:
     """The commit of one save, under way from its creation on."""
 
     def __init__(self, folder: Path, writer: ShardWriter, contents: Contents, retention: names.Retention):
-        """
-        Args:
-            folder: of the checkpoints.
-            writer: of the first rank; all ranks have written.
+        """Args:
+        folder: of the checkpoints.
+        writer: of the first rank; all ranks have written.
         """
         self.folder, self.writer, self.contents, self.retention = folder, writer, contents, retention
         self._work = BackgroundWork(self._run, "commit")

@@ -53,12 +53,11 @@ class RunCheckpoints:
         tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         note: Callable[[str], None],
     ):
-        """
-        Args:
-            config: of the run: what is saved, and compared with that of a checkpoint.
-            parts: whose states are kept beside the weights.
-            tensors: streams the full HF tensors, for exports. Collective.
-            note: told what the user should know, line by line.
+        """Args:
+        config: of the run: what is saved, and compared with that of a checkpoint.
+        parts: whose states are kept beside the weights.
+        tensors: streams the full HF tensors, for exports. Collective.
+        note: told what the user should know, line by line.
         """
         self.config, self.actor, self.reference, self.parts = config, actor, reference, dict(parts)
         self.settings, self.groups = config.checkpoint, actor.model.groups

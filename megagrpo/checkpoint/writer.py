@@ -52,11 +52,10 @@ class ShardWriter:
     """This rank's part in the writing of one checkpoint."""
 
     def __init__(self, folder: Path, plan: ShardPlan, own_files: Mapping[str, FileContents]):
-        """
-        Args:
-            folder: where to, on a file system that all ranks share.
-            plan: this rank's shards.
-            own_files: further files of this rank: name -> contents.
+        """Args:
+        folder: where to, on a file system that all ranks share.
+        plan: this rank's shards.
+        own_files: further files of this rank: name -> contents.
         """
         self.folder, self.plan, self.own_files = folder, plan, dict(own_files)
         self.outcome = WriteOutcome()

@@ -22,9 +22,8 @@ class Evaluator:
         every: int,
         num_steps: int,
     ):
-        """
-        Args:
-            every: steps between evaluations; 0: before the first step and after the last one alone.
+        """Args:
+        every: steps between evaluations; 0: before the first step and after the last one alone.
         """
         self._generator, self._sets, self._rollout, self._seed = generator, sets, rollout, seed
         self._every, self._num_steps = every, num_steps

@@ -31,7 +31,7 @@ class SafetensorsFolder:
             self._file_of = {name: self.folder / file for name, file in _read_index(index).items()}
         else:
             single = self.folder / "model.safetensors"
-            self._file_of = {name: single for name in self._open(single).keys()}  # noqa: SIM118 (a safetensors handle is not a dict)
+            self._file_of = dict.fromkeys(self._open(single).keys(), single)
 
     def _open(self, path: Path) -> Any:
         if path not in self._handles:

@@ -1,0 +1,1 @@
+"""The output layer of a policy without its logits."""

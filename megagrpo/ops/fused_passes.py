@@ -38,7 +38,7 @@ def tile_statistics(x: Tensor, maximum: Tensor, with_moment: bool) -> tuple[Tens
 
 
 def tile_gradient_(x: Tensor, log2_normaliser: Tensor, constant: Tensor, slope: Tensor | None) -> None:
-    """x [R, C] = p (constant + slope log2 p) with p = 2^(x - log2_normaliser); all others are [R, 1]."""
+    """X [R, C] = p (constant + slope log2 p) with p = 2^(x - log2_normaliser); all others are [R, 1]."""
     _compiled(_gradient_)(x, log2_normaliser, constant, slope)
 
 

@@ -79,7 +79,7 @@ class LogitTiles:
         return view(scratch, rows, columns) if stash is None else stash.tile(self.num_rows, rows, columns)
 
     def fill(self, out: Tensor, rows: slice, weight: Tensor) -> None:
-        """out [R, C] = the base-2 logits of `rows` for the weight operand [C, H]."""
+        """Out [R, C] = the base-2 logits of `rows` for the weight operand [C, H]."""
         multiply_transposed(out, self.hidden_operand(rows), weight, self.scale)
         if self.row_scale is not None:
             out.mul_(self.row_scale[rows])

@@ -40,7 +40,7 @@ def linear_logprobs(
     reduce_hidden_grad: bool = True,
     accumulate_main_grad: bool = True,
 ) -> LinearLogprobs:
-    """log softmax(hidden @ weight.T / temperature)[target], with its entropy, differentiable in hidden and
+    """Log softmax(hidden @ weight.T / temperature)[target], with its entropy, differentiable in hidden and
     weight.
 
     Collective over `group`: one MAX and one SUM all-reduce in the forward, and one SUM of dL/dhidden in the

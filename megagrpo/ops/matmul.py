@@ -22,7 +22,7 @@ def as_operand(tensor: Tensor) -> Tensor:
 
 
 def multiply_transposed(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """out = scale * left @ right.T, with out [R, C] in float32 or wider, left [R, H], right [C, H]
+    """Out = scale * left @ right.T, with out [R, C] in float32 or wider, left [R, H], right [C, H]
     operands.
     """
     if left.dtype == out.dtype:
@@ -33,7 +33,7 @@ def multiply_transposed(out: Tensor, left: Tensor, right: Tensor, scale: float) 
 
 
 def accumulate(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """out += left @ right, with out [M, N] in float32 or wider; left [M, K] is rounded to the type of
+    """Out += left @ right, with out [M, N] in float32 or wider; left [M, K] is rounded to the type of
     right [K, N].
     """
     if right.dtype == out.dtype:

@@ -115,7 +115,7 @@ class PairStatistics:
 
 
 def _divergence_terms_(b: Tensor, p: Tensor, q: Tensor, scratch: Tensor) -> Tensor:
-    """p (b + exp(-b) - 1) [...] in place of b; q [...] is exp(-b) p, taken where exp(-b) alone would
+    """P (b + exp(-b) - 1) [...] in place of b; q [...] is exp(-b) p, taken where exp(-b) alone would
     overflow. q and the scratch of the same shape are lost.
     """
     decay = torch.neg(b, out=scratch).clamp_(max=_LARGEST_EXPONENT).expm1_().mul_(p)

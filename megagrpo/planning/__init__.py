@@ -1,0 +1,1 @@
+"""What a run will do and need, computed from its configuration before anything is built."""

@@ -48,10 +48,9 @@ class Actor:
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
     ):
-        """
-        Args:
-            overlap_grad_reduce: reduce gradients bucket by bucket while the last micro-batch's backward runs.
-            overlap_param_gather: gather updated weights while the next forward runs; see `gather_parameters`.
+        """Args:
+        overlap_grad_reduce: reduce gradients bucket by bucket while the last micro-batch's backward runs.
+        overlap_param_gather: gather updated weights while the next forward runs; see `gather_parameters`.
         """
         self.model = model
         self.options = optimizer

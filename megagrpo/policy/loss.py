@@ -52,12 +52,11 @@ class PolicyLoss:
         largest_gap: LargestGap | None,
         is_comparable: bool = True,
     ):
-        """
-        Args:
-            largest_gap: told of every row where these are the first log-probs of the step, to be compared
-                with the engine's; None where that has been done, or the actor has moved.
-            reference: the reference's stage, where the exact KL needs its output weight.
-            is_comparable: the engine's log-probs are over the same tokens as the actor's.
+        """Args:
+        largest_gap: told of every row where these are the first log-probs of the step, to be compared
+            with the engine's; None where that has been done, or the actor has moved.
+        reference: the reference's stage, where the exact KL needs its output weight.
+        is_comparable: the engine's log-probs are over the same tokens as the actor's.
         """
         self.model, self.algorithm, self.temperature = model, algorithm, temperature
         self.sequences, self.reference, self.largest_gap = sequences, reference, largest_gap

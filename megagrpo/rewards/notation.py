@@ -48,7 +48,7 @@ _DELIMITED = re.compile(r"^(?:\$+(?P<a>[^$]*)\$+|\\\((?P<b>.*)\\\)|\\\[(?P<c>.*)
 
 
 def normalise(text: str) -> str:
-    """Return `text` in plain LaTeX: ASCII signs, no spacing commands, no font commands, `\\frac{a}{b}`,
+    r"""Return `text` in plain LaTeX: ASCII signs, no spacing commands, no font commands, `\frac{a}{b}`,
     no delimiters and no punctuation around it. It costs time linear in its length.
     """
     for character, (above, below) in _VULGAR.items():

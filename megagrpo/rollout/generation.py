@@ -49,12 +49,11 @@ class RolloutGenerator:
         is_embedded: bool = True,
         revive: Callable[[], bool] = lambda: False,
     ):
-        """
-        Args:
-            revive: starts lost replicas anew when none is left, says if any is then. Collective.
-            replica_of_rank: the engine replica that each rank generates through.
-            is_embedded: the engine is part of the rank: where it fails, another rank's would too. Otherwise
-                other replicas take over.
+        """Args:
+        revive: starts lost replicas anew when none is left, says if any is then. Collective.
+        replica_of_rank: the engine replica that each rank generates through.
+        is_embedded: the engine is part of the rank: where it fails, another rank's would too. Otherwise
+            other replicas take over.
         """
         self.engine, self.rewards, self.groups, self.is_embedded = engine, rewards, groups, is_embedded
         self.replicas = ReplicaStates(replica_of_rank)

@@ -1,0 +1,1 @@
+"""What the trainer and an engine's processes both know."""

@@ -68,7 +68,7 @@ def killed(whole, run_all, tmp_path_factory):
             expect_failure=True,
         )
         left[point] = sorted(path.name for path in (root / point / "checkpoints").iterdir())
-    run_all(2, {point: RUN for point in [*POINTS]}, root=root)
+    run_all(2, dict.fromkeys([*POINTS], RUN), root=root)
     return root, left
 
 

@@ -1,0 +1,1 @@
+"""The engine that lives in the ranks."""

@@ -1,0 +1,1 @@
+"""Engines that are servers: their protocols, processes and clients."""
