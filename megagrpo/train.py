@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
+from megagrpo.supervision.failure import note_for_launcher
 from megagrpo.supervision.redaction import redact
 from megagrpo.supervision.run_folder import make_run_folder
 from megagrpo.supervision.shared_memory import remove_orphans
 from megagrpo.supervision.signals import end_with_launcher
-from megagrpo.supervision.telling import note_for_launcher
 
 if TYPE_CHECKING:
     import torch

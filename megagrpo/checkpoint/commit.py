@@ -7,8 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megagrpo.checkpoint import folder as names
-from megagrpo.checkpoint.checksummed_file import FileContents, write_file
-from megagrpo.checkpoint.manifest import Manifest, ManifestError, read_manifest, record_file, write_manifest
+from megagrpo.checkpoint.manifest import (
+    FileContents,
+    Manifest,
+    ManifestError,
+    read_manifest,
+    record_file,
+    write_file,
+    write_manifest,
+)
 from megagrpo.checkpoint.writer import ShardWriter, yield_to_training
 from megagrpo.parallel.background import BackgroundWork
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megagrpo.checkpoint.checksummed_file import FileContents
+from megagrpo.checkpoint.manifest import FileContents
 from megagrpo.checkpoint.staging import Staging
 from megagrpo.models.safetensors_file import safetensors_index, safetensors_names, safetensors_parts
 from megagrpo.weights.export import BUCKET_BYTES

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from megagrpo.checkpoint.agreement import SaveError
-from megagrpo.checkpoint.checksummed_file import FileContents
 from megagrpo.checkpoint.commit import Contents
 from megagrpo.checkpoint.folder import Retention, step_of
 from megagrpo.checkpoint.hf_share import FOLDER, collect_share
 from megagrpo.checkpoint.identity import compare_weights, describe_model, describe_tokenizer, describe_weights
 from megagrpo.checkpoint.manager import CheckpointManager, Saved
-from megagrpo.checkpoint.manifest import Manifest
+from megagrpo.checkpoint.manifest import FileContents, Manifest
 from megagrpo.checkpoint.resume import (
     CONFIG_FILE,
     Choice,

@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megagrpo.checkpoint.checksummed_file import ChecksummedFile, FileContents, write_file
-from megagrpo.checkpoint.manifest import FileRecord
+from megagrpo.checkpoint.manifest import ChecksummedFile, FileContents, FileRecord, write_file
 from megagrpo.checkpoint.plan import ShardPlan
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import all_gather_metadata

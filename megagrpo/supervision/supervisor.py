@@ -15,10 +15,17 @@ from pathlib import Path
 from megagrpo.config.schema import WatchdogConfig
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.board import Board
-from megagrpo.supervision.failure import Failure, build_failure, is_echo
+from megagrpo.supervision.failure import (
+    Failure,
+    build_failure,
+    is_echo,
+    keep,
+    note_for_launcher,
+    tell,
+    tell_stall,
+)
 from megagrpo.supervision.processes import Siblings, dump_stacks, leave_now
 from megagrpo.supervision.signals import LAUNCHER_ENDED, SignalPipe
-from megagrpo.supervision.telling import keep, note_for_launcher, tell, tell_stall
 from megagrpo.supervision.watchdog import PhaseBudgets
 
 BETWEEN = "between phases"
@@ -44,8 +51,7 @@ class Supervisor:
         # called again and again from then on, by the watching thread
         self._while_stopping: Callable[[], None] = self._leave_before_training
         self.budgets = PhaseBudgets(watchdog)
-        # innermost last, each with its start
-        self._phases: list[tuple[str, float]] = [(BETWEEN, time.monotonic())]
+        self._phases: list[tuple[str, float]] = [(BETWEEN, time.monotonic())]  # innermost last, with starts
         # the newest exception that left a phase, and that phase
         self._raised: tuple[BaseException, str] | None = None
         self._board: Board | None = None  # None: not started, or lost with the launcher

@@ -8,8 +8,7 @@ import zlib
 import pytest
 import torch
 
-from megagrpo.checkpoint.checksummed_file import ChecksummedFile, write_file
-from megagrpo.checkpoint.manifest import checksum_file, verify_files
+from megagrpo.checkpoint.manifest import ChecksummedFile, checksum_file, verify_files, write_file
 
 
 def test_the_record_is_that_of_the_file_on_disk(tmp_path):

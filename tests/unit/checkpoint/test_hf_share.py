@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megagrpo.checkpoint.checksummed_file import write_file
 from megagrpo.checkpoint.hf_share import collect_share
-from megagrpo.checkpoint.manifest import verify_files
+from megagrpo.checkpoint.manifest import verify_files, write_file
 from megagrpo.checkpoint.staging import Staging
 
 TENSORS = {

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from megagrpo.errors import UserError
-from megagrpo.supervision.failure import Failure
+from megagrpo.supervision.failure import Failure, note_for_launcher, tell
 from megagrpo.supervision.run_folder import make_run_folder
-from megagrpo.supervision.telling import note_for_launcher, tell
 
 
 def test_a_folder_is_made_and_nothing_is_left_in_it(tmp_path):

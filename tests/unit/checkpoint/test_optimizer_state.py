@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.checkpoint.ownership import assign_owners, shard_overlap
+from megagrpo.checkpoint.optimizer_state import assign_owners, shard_overlap
 
 SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
 
