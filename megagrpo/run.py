@@ -47,7 +47,9 @@ def run_training(config: Config, device: torch.device, supervisor: Supervisor | 
     )
     timers = PhaseTimers(on_enter=[supervisor.enter, recorder.phase], on_leave=[supervisor.leave])
     with supervisor.phase("start"):
-        session = build_session(config, device, engine_start=partial(timers.phase, "engine_start"))
+        session = build_session(
+            config, device, engine_start=partial(timers.phase, "engine_start"), note=recorder.note
+        )
     try:
         supervisor.training_begins(while_stopping=session.generator.give_up)
         gate = build_gate(config, recorder)

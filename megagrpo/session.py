@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoTokenizer
 
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.checkpoint.identity import check_own_config
@@ -18,7 +17,6 @@ from megagrpo.device.device import set_deterministic
 from megagrpo.engines.base import Engine
 from megagrpo.engines.replicas import build_rollout_engine, owner_of_replica, replicas_of_ranks
 from megagrpo.engines.server.engine import ServerEngine
-from megagrpo.errors import UserError
 from megagrpo.fleet.recovering_publisher import RecoveringPublisher
 from megagrpo.fleet.replica_recovery import ReplicaRecovery
 from megagrpo.models.hf_config import read_hf_config
@@ -39,7 +37,8 @@ from megagrpo.rewards.pool import RewardPool
 from megagrpo.rewards.special_tokens import text_with_special_tokens
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
-from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenizer
+from megagrpo.rollout.prompts import PromptSampler, PromptSource, load_prompts
+from megagrpo.rollout.tokenisation import check_tokenizer, load_tokenizer
 from megagrpo.supervision.run_lock import RunLock, hold_run_folder
 from megagrpo.types import Prompt
 from megagrpo.weights.from_config import build_publisher
@@ -78,11 +77,13 @@ def build_session(
     config: Config,
     device: torch.device,
     engine_start: Callable[[], AbstractContextManager[None]] = nullcontext,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Session:
     """Check the inputs, then build models, engine, reward workers and data. Collective over all ranks.
 
     Args:
         engine_start: what all ranks are in while they wait for an engine that is started anew.
+        note: told what the user should know of the data, line by line.
 
     Raises:
         UserError: anything about the model, the data or the rewards that the user can mend; before the models
@@ -99,7 +100,7 @@ def build_session(
     )
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, hf.vocab_size)
-    source, evaluation_prompts = load_prompts(config, tokenizer, hf.max_position_embeddings)
+    source, evaluation_prompts = load_prompts(config, tokenizer, hf.max_position_embeddings, note)
     rewards = RewardPool(
         config.rewards,
         columns_of_sources(source, evaluation_prompts),
@@ -199,17 +200,6 @@ def _watch_replicas(
     return RecoveringPublisher(publisher, recovery)
 
 
-def load_tokenizer(config: Config) -> Any:
-    """Load the run's tokenizer; whatever transformers raises for a broken folder becomes one line."""
-    folder = config.model.tokenizer or hf_folder_of(config.model.path)
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # OSError, ValueError, KeyError, ... by what is broken
-        raise UserError(
-            f"model.tokenizer: {folder}: {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-
-
 def columns_of_sources(
     source: PromptSource, held_out: list[tuple[EvaluationSetConfig, list[Prompt]]]
 ) -> dict[str, list[str]]:
@@ -218,17 +208,3 @@ def columns_of_sources(
         f"evaluation.sets.{number}.source": prompts for number, (_, prompts) in enumerate(held_out)
     }
     return {place: list(prompts[0].columns) for place, prompts in sets.items() if prompts}
-
-
-def load_prompts(
-    config: Config, tokenizer: Any, context_tokens: int
-) -> tuple[PromptSource, list[tuple[EvaluationSetConfig, list[Prompt]]]]:
-    """Load and check the training prompts and all held-out sets."""
-    source = PromptSource(config.data, tokenizer, config.rollout.max_new_tokens, context_tokens)
-    held_out = []
-    for evaluation in config.evaluation.sets:
-        data = config.data.model_copy(update={"source": evaluation.source, "limit": evaluation.limit})
-        held_out.append(
-            (evaluation, PromptSource(data, tokenizer, config.rollout.max_new_tokens, context_tokens).prompts)
-        )
-    return source, held_out

@@ -73,7 +73,9 @@ class DataConfig(Section):
     )
     prompt_field: str = Field("prompt", description="column with the prompt: a string, or chat messages")
     chat_template: bool = Field(
-        False, description="apply the tokenizer's chat template (a string becomes one user message)"
+        False,
+        description="apply the tokenizer's chat template (a string becomes one user message; where the last "
+        "message is the assistant's, it is gone on with)",
     )
     max_prompt_tokens: PositiveInt = Field(
         512, description="longer prompts are handled as `overlong_prompts` says"

@@ -1,5 +1,5 @@
-"""What a run would do, as text: resolved configuration, rank grid, batch arithmetic. No model, no process
-group, no torch.
+"""What a run would do, as text: resolved configuration, rank grid, batch arithmetic, prompts. No model, no
+process group.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,9 @@ from megagrpo.config.load import dump_config
 from megagrpo.config.schema import Config
 from megagrpo.parallel.alignment import token_alignment
 from megagrpo.parallel.layout import ParallelLayout, build_layout
+from megagrpo.planning.file_checks import read_hf_config
+from megagrpo.rollout.prompts import load_prompts
+from megagrpo.rollout.tokenisation import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,23 @@ def _max_microbatches(config: Config, groups: int, layout: ParallelLayout, budge
 
 
 def print_dry_run(config: Config, world_size: int) -> None:
-    """Print `format_dry_run` to standard output: coloured on a terminal, the plain text anywhere else."""
-    Console(soft_wrap=True).print(format_dry_run(config, world_size), markup=False)
+    """Print `format_dry_run` and `format_prompts` to standard output: coloured on a terminal, the plain text
+    anywhere else.
+    """
+    text = f"{format_dry_run(config, world_size)}\n\n{format_prompts(config)}"
+    Console(soft_wrap=True).print(text, markup=False)
+
+
+def format_prompts(config: Config) -> str:
+    """Read and tokenise all prompts as the run would; return the first one and what is to be known of them.
+
+    Raises:
+        UserError: a row, the tokenizer or a chat template that the run would stop at.
+    """
+    context = (read_hf_config(config.model.path) or {}).get("max_position_embeddings")
+    lines: list[str] = []
+    load_prompts(config, load_tokenizer(config), context if isinstance(context, int) else None, lines.append)
+    return "\n".join(["Prompts", "-------", *lines])
 
 
 def format_dry_run(config: Config, world_size: int) -> str:

@@ -2,30 +2,21 @@
 can be resumed.
 """
 
+import json
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from megagrpo.config.schema import DataConfig
+from megagrpo.config.schema import Config, DataConfig, EvaluationSetConfig
 from megagrpo.errors import UserError
 from megagrpo.rollout.data_sources import read_rows
+from megagrpo.rollout.tokenisation import PromptTokeniser
 from megagrpo.types import Prompt
 from megagrpo.wire.counter_sampling import shuffled
 
-
-def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
-    """Raise UserError if the tokenizer can produce ids that the model's `vocab_size` embeddings do not
-    cover.
-    """
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= vocab_size:
-        raise UserError(
-            f"model.tokenizer: {tokenizer.name_or_path!r} has token ids up to {largest}, the model's "
-            f"vocab_size is {vocab_size}; "
-            "use the tokenizer that belongs to the model"
-        )
+SHOWN_CHARACTERS = 1000  # of each end of a long prompt: where doubled and missing tokens are
 
 
 class PromptSource:
@@ -38,7 +29,12 @@ class PromptSource:
     """
 
     def __init__(
-        self, config: DataConfig, tokenizer: Any, max_new_tokens: int, context_tokens: int | None = None
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        max_new_tokens: int,
+        context_tokens: int | None = None,
+        place: str = "data.source",
     ):
         """Load, tokenise and check every row.
 
@@ -50,20 +46,23 @@ class PromptSource:
             max_new_tokens: length limit of a completion.
             context_tokens: most tokens that the model takes, prompt and completion together; None = not
                 checked.
+            place: the field that names the set, for messages.
 
         Raises:
             UserError: on the first row (it is named) that can't be used, or if no row is left.
         """
         self.config = config
+        self.place = f"{place}: {config.source}"
         self.prompts: list[Prompt] = []
         self.dropped = 0
-        for index, row in enumerate(read_rows("data.source", config.source, config.limit)):
-            prompt = _tokenise(config, tokenizer, index, row)
+        tokeniser = PromptTokeniser(config, tokenizer)
+        for index, row in enumerate(read_rows(place, config.source, config.limit)):
+            prompt = tokeniser.tokenise(f"{self.place}, row {index}", index, row)
             length = len(prompt.token_ids)
             if length > config.max_prompt_tokens:
                 if config.overlong_prompts == "error":
                     raise UserError(
-                        f"data.source: {config.source}, row {index}: the prompt has {length} tokens, "
+                        f"{self.place}, row {index}: the prompt has {length} tokens, "
                         "data.max_prompt_tokens is "
                         f"{config.max_prompt_tokens}; raise it, or set data.overlong_prompts=drop"
                     )
@@ -71,7 +70,7 @@ class PromptSource:
                 continue
             if context_tokens is not None and length + max_new_tokens > context_tokens:
                 raise UserError(
-                    f"data.source: {config.source}, row {index}: {length} prompt tokens + {max_new_tokens} "
+                    f"{self.place}, row {index}: {length} prompt tokens + {max_new_tokens} "
                     "new tokens = "
                     f"{length + max_new_tokens}, the model's context is {context_tokens}"
                 )
@@ -82,7 +81,12 @@ class PromptSource:
                 if self.dropped
                 else ""
             )
-            raise UserError(f"data.source: {config.source}: no prompts{dropped}")
+            raise UserError(f"{self.place}: no prompts{dropped}")
+        self._notes = tokeniser.notes()
+
+    def notes(self) -> list[str]:
+        """Return what was done to rows beyond reading them, one line each that names the set."""
+        return [f"warning: {self.place}: {note}" for note in self._notes]
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -94,10 +98,7 @@ class PromptSource:
         """Return the prompt of a row; raises UserError where the row is gone or dropped."""
         position = bisect_left(self.prompts, prompt_id, key=lambda prompt: prompt.id)
         if position == len(self.prompts) or self.prompts[position].id != prompt_id:
-            raise UserError(
-                f"data.source: {self.config.source}: no prompt of row {prompt_id}, which a "
-                "checkpoint has rollouts of"
-            )
+            raise UserError(f"{self.place}: no prompt of row {prompt_id}, which a checkpoint has rollouts of")
         return self.prompts[position]
 
 
@@ -153,43 +154,36 @@ class PromptSampler:
         return self.source[int(self._epoch_order[1][offset])]
 
 
-def _tokenise(config: DataConfig, tokenizer: Any, index: int, row: Mapping[str, Any]) -> Prompt:
-    place = f"data.source: {config.source}, row {index}"
-    if config.prompt_field not in row:
-        raise UserError(
-            f"{place}: no column {config.prompt_field!r} (data.prompt_field); it has "
-            f"{', '.join(map(str, row)) or 'none'}"
-        )
-    content = row[config.prompt_field]
-    if config.chat_template:
-        text = _render_chat(place, tokenizer, content)
-    elif isinstance(content, str):
-        text = content
-    else:
-        hint = "; chat messages need data.chat_template=true" if isinstance(content, list) else ""
-        raise UserError(
-            f"{place}: column {config.prompt_field!r} is a {type(content).__name__}, not a string{hint}"
-        )
-    token_ids = tuple(tokenizer(text, add_special_tokens=not config.chat_template)["input_ids"])
-    if not token_ids:
-        raise UserError(f"{place}: the prompt has no tokens")
-    columns = {name: value for name, value in row.items() if name != config.prompt_field}
-    return Prompt(id=index, text=text, token_ids=token_ids, columns=columns)
+def load_prompts(
+    config: Config, tokenizer: Any, context_tokens: int | None, note: Callable[[str], None]
+) -> tuple[PromptSource, list[tuple[EvaluationSetConfig, list[Prompt]]]]:
+    """Load and check the training prompts and all held-out sets.
+
+    Args:
+        config: of the run.
+        tokenizer: the run's.
+        context_tokens: most tokens that the model takes; None = not checked.
+        note: told, line by line, the first training prompt as the engine gets it and what was done to rows.
+    """
+
+    def load(data: DataConfig, place: str) -> PromptSource:
+        source = PromptSource(data, tokenizer, config.rollout.max_new_tokens, context_tokens, place)
+        for line in source.notes():
+            note(line)
+        return source
+
+    source = load(config.data, "data.source")
+    held_out = []
+    for number, evaluation in enumerate(config.evaluation.sets):
+        data = config.data.model_copy(update={"source": evaluation.source, "limit": evaluation.limit})
+        held_out.append((evaluation, load(data, f"evaluation.sets.{number}.source").prompts))
+    note(f"first of {len(source)} prompts: {describe_prompt(source[0], tokenizer)}")
+    return source, held_out
 
 
-def _render_chat(place: str, tokenizer: Any, content: Any) -> str:
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if not (
-        isinstance(messages, list)
-        and messages
-        and all(isinstance(each, Mapping) and "role" in each for each in messages)
-    ):
-        raise UserError(f"{place}: the prompt is neither a string nor a list of messages with a role each")
-    if not tokenizer.chat_template:
-        raise UserError(f"data.chat_template: the tokenizer {tokenizer.name_or_path!r} has no chat template")
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # jinja and transformers raise a dozen types for malformed messages
-        raise UserError(
-            f"{place}: the chat template refuses the messages: {' '.join(str(error).split())}"
-        ) from error
+def describe_prompt(prompt: Prompt, tokenizer: Any) -> str:
+    """Return one line: the prompt's token ids decoded, special tokens too, and how many they are."""
+    text = json.dumps(tokenizer.decode(prompt.token_ids), ensure_ascii=False)
+    if len(text) > 2 * SHOWN_CHARACTERS:
+        text = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}"
+    return f"{text} ({len(prompt.token_ids)} tokens)"

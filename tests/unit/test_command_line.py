@@ -17,14 +17,14 @@ from megagrpo.telemetry.report import select_panels, write_report
 
 
 @pytest.fixture
-def run_file(tmp_path, monkeypatch):
+def run_file(tmp_path, monkeypatch, character_tokenizer):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(
         json.dumps({"model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 4})
     )
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).touch()
+    (tmp_path / "model" / "model.safetensors").touch()
+    character_tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 32)
     path = tmp_path / "run.yaml"
     path.write_text(

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from megagrpo.config.load import load_config
 from megagrpo.config.yaml_core import parse_yaml
-from megagrpo.errors import ConfigError
+from megagrpo.errors import ConfigError, UserError
 from megagrpo.parallel.layout import ParallelLayout
 from megagrpo.planning.components import verify_components
-from megagrpo.planning.dry_run import compute_batch_arithmetic, format_dry_run
+from megagrpo.planning.dry_run import compute_batch_arithmetic, format_dry_run, format_prompts
 from megagrpo.policy.microbatches import PackingRules, SampleSize, plan_microbatches
 from megagrpo.train import main, parse_arguments
 
 
 @pytest.fixture
-def run_file(tmp_path, monkeypatch):
+def run_file(tmp_path, monkeypatch, character_tokenizer):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     model = {
@@ -30,8 +30,8 @@ def run_file(tmp_path, monkeypatch):
         "max_position_embeddings": 1024,
     }
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", **model}))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).touch()
+    (tmp_path / "model" / "model.safetensors").touch()
+    character_tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 32)
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -137,13 +137,19 @@ def test_dry_run_builds_no_model_and_no_process_group(run_file):
     )
     assert done.returncode == 0
     assert "replica 0: 0 | 1" in done.stdout
+    assert 'first of 32 prompts: "1" (1 tokens)' in done.stdout
     imported = {
         line.rsplit("|", 1)[-1].strip()
         for line in done.stderr.splitlines()
         if line.startswith("import time:")
     }
     assert "yaml" in imported
-    assert not {"megatron", "megatron.core", "transformers", "megagrpo.trainer", "megagrpo.run"} & imported
+    assert not {"megatron", "megatron.core", "megagrpo.trainer", "megagrpo.run"} & imported
+
+
+def test_a_dry_run_finds_a_row_that_the_run_would_stop_at(run_file):
+    with pytest.raises(UserError, match=r"train\.jsonl, row 0: 1 prompt tokens \+ 2000 .* context is 1024"):
+        format_prompts(load_config(run_file, ["rollout.max_new_tokens=2000"]))
 
 
 def test_a_loss_without_a_ratio_does_not_correct_for_older_weights(run_file):

@@ -6,7 +6,7 @@ import pytest
 
 from megagrpo.config.schema import DataConfig
 from megagrpo.errors import UserError
-from megagrpo.rollout.prompts import PromptSampler, PromptSource, check_tokenizer
+from megagrpo.rollout.prompts import PromptSampler, PromptSource
 
 
 @pytest.fixture
@@ -44,24 +44,6 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(load):
 
 def test_the_limit_takes_the_first_rows_and_reads_no_further(load):
     assert ids(load('{"prompt": "a"}\n{"prompt": "b"}\nnot json\n', limit=2).prompts) == [0, 1]
-
-
-def test_a_chat_template_renders_strings_and_messages_alike(load, character_tokenizer):
-    messages = [{"role": "user", "content": "1+2"}]
-    source = load([{"prompt": "1+2"}, {"prompt": messages}], chat_template=True)
-    expected = character_tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert [list(prompt.token_ids) for prompt in source.prompts] == [expected, expected]
-
-
-def test_a_chat_template_that_refuses_or_is_missing_is_named(load, character_tokenizer, monkeypatch):
-    monkeypatch.setattr(character_tokenizer, "chat_template", "{{ raise_exception('only users may speak') }}")
-    with pytest.raises(
-        UserError, match="row 0: the chat template refuses the messages: only users may speak"
-    ):
-        load(rows("a"), chat_template=True)
-    monkeypatch.setattr(character_tokenizer, "chat_template", None)
-    with pytest.raises(UserError, match="has no chat template"):
-        load(rows("a"), chat_template=True)
 
 
 def test_rows_may_come_from_a_function(tmp_path, character_tokenizer):
@@ -149,12 +131,6 @@ def test_a_missing_file_and_a_binary_file_are_named(tmp_path, character_tokenize
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not UTF-8"):
         PromptSource(DataConfig(source=str(binary)), character_tokenizer, max_new_tokens=4)
-
-
-def test_a_tokenizer_larger_than_the_model_is_refused(character_tokenizer):
-    check_tokenizer(character_tokenizer, vocab_size=len(character_tokenizer))
-    with pytest.raises(UserError, match="token ids up to 48, the model's vocab_size is 48"):
-        check_tokenizer(character_tokenizer, vocab_size=len(character_tokenizer) - 1)
 
 
 def test_every_prompt_comes_once_an_epoch_in_a_new_order(load):
