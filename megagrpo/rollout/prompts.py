@@ -54,7 +54,7 @@ class PromptSource:
         self.config = config
         self.place = f"{place}: {config.source}"
         self.prompts: list[Prompt] = []
-        self.dropped = 0
+        self.dropped = longest = 0
         tokeniser = PromptTokeniser(config, tokenizer)
         for index, row in enumerate(read_rows(place, config.source, config.limit)):
             prompt = tokeniser.tokenise(f"{self.place}, row {index}", index, row)
@@ -67,6 +67,7 @@ class PromptSource:
                         f"{config.max_prompt_tokens}; raise it, or set data.overlong_prompts=drop"
                     )
                 self.dropped += 1
+                longest = max(longest, length)
                 continue
             if context_tokens is not None and length + max_new_tokens > context_tokens:
                 raise UserError(
@@ -83,6 +84,11 @@ class PromptSource:
             )
             raise UserError(f"{self.place}: no prompts{dropped}")
         self._notes = tokeniser.notes()
+        if self.dropped:
+            self._notes.append(
+                f"{self.dropped} of {self.dropped + len(self)} rows are dropped: over data.max_prompt_tokens="
+                f"{config.max_prompt_tokens}, the longest has {longest} tokens (data.overlong_prompts=drop)"
+            )
 
     def notes(self) -> list[str]:
         """Return what was done to rows beyond reading them, one line each that names the set."""

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from megagrpo.config.load import load_config
 from megagrpo.config.schema import DataConfig
 from megagrpo.errors import UserError
-from megagrpo.rollout.prompts import PromptSampler, PromptSource
+from megagrpo.rollout.prompts import PromptSampler, PromptSource, load_prompts
 
 
 @pytest.fixture
@@ -58,6 +59,31 @@ def test_rows_may_come_from_a_function(tmp_path, character_tokenizer):
 def test_overlong_prompts_can_be_dropped_and_are_counted(load):
     source = load(rows("1", "123456", "2"), max_prompt_tokens=3, overlong_prompts="drop")
     assert ids(source.prompts) == [0, 2] and source.dropped == 1
+    assert source.notes() == [
+        f"warning: data.source: {source.config.source}: 1 of 3 rows are dropped: over "
+        "data.max_prompt_tokens=3, the longest has 6 tokens (data.overlong_prompts=drop)"
+    ]
+
+
+def test_a_held_out_set_tells_its_own_dropped_rows_and_may_not_lose_all(tmp_path, character_tokenizer):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1"}\n{"prompt": "1234567"}\n{"prompt": "12345"}\n')
+    config = load_config(
+        "examples/quickstart/quickstart.yaml",
+        [
+            f"data={{source: {tmp_path}/train.jsonl, max_prompt_tokens: 4, overlong_prompts: drop}}",
+            f"evaluation.sets=[{{name: held, source: {tmp_path}/held.jsonl}}]",
+        ],
+    )
+    told = []
+    load_prompts(config, character_tokenizer, None, told.append)
+    assert told[:-1] == [
+        f"warning: evaluation.sets.0.source: {tmp_path}/held.jsonl: 2 of 3 rows are dropped: over "
+        "data.max_prompt_tokens=4, the longest has 7 tokens (data.overlong_prompts=drop)"
+    ]
+    (tmp_path / "held.jsonl").write_text('{"prompt": "12345"}\n')
+    with pytest.raises(UserError, match=r"evaluation\.sets\.0\.source: .*: no prompts: all 1 rows are over"):
+        load_prompts(config, character_tokenizer, None, told.append)
 
 
 @pytest.mark.parametrize(
