@@ -10,9 +10,8 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megagrpo/__init__.py").read_text()).group(1)
 
-REPORT = ["plotly>=5"]
 LINT = ["ruff>=0.6", "mypy>=1.11"]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-cov>=5", "hypothesis>=6.100", *LINT, *REPORT]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-cov>=5", "hypothesis>=6.100", *LINT]
 
 setup(
     name="megagrpo",
@@ -38,10 +37,10 @@ setup(
         "rich>=13",
         "typer>=0.12",
         "tensorboard>=2.16",
+        "plotly>=5",
     ],
     extras_require={
         "test": TEST,
-        "report": REPORT,
         "vllm": ["vllm>=0.32"],
         "sglang": ["sglang>=0.5.21"],
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],  # as megatron-core 0.16.1 asks

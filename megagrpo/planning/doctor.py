@@ -10,7 +10,6 @@ from megagrpo.telemetry.summary import package_versions
 _ENGINES = ("transformers", "vllm", "sglang")
 _OPTIONAL = {
     "tensorboard": "TensorBoard files (telemetry.writers)",
-    "plotly": "`megagrpo report` (pip install plotly)",
     "transformer_engine": "FP8 recipes and model.attention te (pip install 'megagrpo[te]')",
 }
 

@@ -88,15 +88,15 @@ def choose_transport(
         name = "ipc" if shares_gpus else "shared_memory" if len(hosts) == 1 else "group"
     if name == "shared_memory" and len(hosts) > 1:
         raise UserError(
-            f"weights.transport: shared_memory: ranks and engines are on {len(hosts)} hosts; "
+            f"weights.transport.kind: shared_memory: ranks and engines are on {len(hosts)} hosts; "
             "take group or disk"
         )
     if name == "ipc" and not has_cuda():
         raise UserError(
-            "weights.transport: ipc: opens GPU memory in the engine's process; there is no CUDA device here"
+            "weights.transport.kind: ipc: opens GPU memory in the engine's process; no CUDA device is here"
         )
     if name not in offered:
-        raise UserError(f"weights.transport: {name}: the engine reads {', '.join(offered)}")
+        raise UserError(f"weights.transport.kind: {name}: the engine reads {', '.join(offered)}")
     return name
 
 

@@ -137,7 +137,6 @@ def test_a_report_shows_each_metric_once():
 
 
 def test_a_report_is_one_file_that_needs_no_network(tmp_path):
-    pytest.importorskip("plotly")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     html = write_report(tmp_path).read_text()
     assert "eval/held_out" in html or "eval\\u002fheld_out" in html

@@ -44,14 +44,14 @@ def test_engines_on_the_gpus_of_their_ranks_are_reached_by_ipc_on_any_number_of_
 def test_shared_memory_with_an_engine_elsewhere_is_refused(monkeypatch):
     with pytest.raises(
         UserError,
-        match=r"weights.transport: shared_memory: ranks and engines are on 2 "
+        match=r"weights.transport.kind: shared_memory: ranks and engines are on 2 "
         r"hosts; take group or disk",
     ):
         choose(monkeypatch, "shared_memory", [("a", ELSEWHERE)])
 
 
 def test_a_transport_that_the_engine_does_not_read_is_refused(monkeypatch):
-    with pytest.raises(UserError, match=r"weights.transport: group: the engine reads shared_memory, disk"):
+    with pytest.raises(UserError, match=r"kind: group: the engine reads shared_memory, disk"):
         choose(monkeypatch, "group", [("a", HERE)], ("shared_memory", "disk"))
 
 
