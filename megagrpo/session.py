@@ -146,7 +146,18 @@ def build_session(
         sequence_alignment(config.parallel, use_te),
     )
     builder = MicroBatchBuilder(device, rules, pad_token_id, use_te, layout.cp, groups.cp_rank)
-    updater = PolicyUpdater(config, actor, reference, algorithm, groups, layout, builder, rules)
+    updater = PolicyUpdater(
+        actor=actor,
+        reference=reference,
+        algorithm=algorithm,
+        groups=groups,
+        layout=layout,
+        builder=builder,
+        rules=rules,
+        update=config.update,
+        rollout=config.rollout,
+        rewards=config.rewards,
+    )
     engine = build_rollout_engine(config, groups, hf_folder, tokenizer, device, precision.params_dtype)
     generator = RolloutGenerator(
         engine,
@@ -172,7 +183,14 @@ def build_session(
         updater=updater,
         generator=generator,
         publisher=publisher,
-        pipeline=RolloutPipeline(config, generator, sampler),
+        pipeline=RolloutPipeline(
+            rollout=config.rollout,
+            algorithm=config.algorithm,
+            num_steps=config.run.steps,
+            seed=config.run.seed,
+            generator=generator,
+            sampler=sampler,
+        ),
         evaluation_prompts=evaluation_prompts,
     )
 

@@ -124,7 +124,7 @@ class Trainer:
             accepted = self.gate.accepts_rewards(metrics.get(names.REWARD))
             result = self._update(rollouts) if accepted else UpdateResult({})
         # the schedule counts a step's updates whether or not there was anything to train
-        self.state.updates += self.updater.config.update.updates_per_step
+        self.state.updates += self.updater.update.updates_per_step
         with self.timers.phase("rollout"):
             self.pipeline.wait()  # the engine's weights are overwritten next
         with self.timers.phase("publish"):

@@ -3,29 +3,26 @@
     advantages -> plan -> move tokens -> old / reference log-probs -> correction -> token weights -> forward,
     backward, apply
 
-Everything that decides (advantages, plans, weights) is computed alike on every rank from metadata. The
-per-token tensors of the old policy and the reference stay on the last pipeline stage, which alone needs them.
+Everything that decides (advantages, plans, weights) is computed alike on every rank from metadata.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from megagrpo.algorithms.algorithm import Algorithm
-from megagrpo.algorithms.checks import check_logprobs
 from megagrpo.algorithms.metrics import Metric, finalize_metrics, merge_metrics, summarize_updates
-from megagrpo.config.schema import Config
+from megagrpo.config.schema import RewardsConfig, RolloutConfig, UpdateConfig
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.parallel.layout import ParallelLayout
-from megagrpo.parallel.token_shard import sum_sequences
 from megagrpo.policy.actor import Actor, AppliedUpdate
-from megagrpo.policy.batch import MicroBatch, MicroBatchBuilder, TrainSample
-from megagrpo.policy.exchange import exchange_completions
+from megagrpo.policy.batch import MicroBatchBuilder
 from megagrpo.policy.logprob_gap import LargestGap, LogprobGap, largest
 from megagrpo.policy.loss import PolicyLoss, SequenceTerms
-from megagrpo.policy.microbatches import MicroBatchPlan, PackingRules, SampleSize, plan_microbatches
+from megagrpo.policy.microbatches import PackingRules
+from megagrpo.policy.mini_batches import MiniBatch, MiniBatchBuilder
+from megagrpo.policy.prior_passes import PriorPasses, all_gather_metrics
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.router_load import RouterLoads
 from megagrpo.rollout.rollouts import SampleKey, StepRollouts
@@ -46,22 +43,18 @@ class UpdateResult:
     logprob_gap: LogprobGap | None = None  # largest one between engine and actor before the first update
 
 
-@dataclass(frozen=True)
-class MiniBatch:
-    """The samples of one optimizer update."""
+@dataclass
+class _Step:
+    """What the updates of a step are computed from."""
 
-    groups: Sequence[int]
-    keys: Sequence[SampleKey]  # of the samples that are trained, on all replicas
-    batches: Sequence[MicroBatch]  # of this rank's replica
-
-
-def sum_by_key(parts: Iterable[Mapping[SampleKey, float]]) -> dict[SampleKey, float]:
-    """Add up what the context parallel ranks found of each sample on their tokens."""
-    total: dict[SampleKey, float] = {}
-    for part in parts:
-        for key, value in part.items():
-            total[key] = total.get(key, 0) + value
-    return total
+    mini_batches: list[MiniBatch]
+    advantages: dict[SampleKey, float]
+    lengths: dict[SampleKey, int]  # tokens that count in the denominator; 0: the completion is left out
+    ages: dict[SampleKey, int]  # of the weights that sampled it, in publishes
+    counters: Mapping[str, int]  # of the advantages
+    before: dict[str, Metric]  # KL that was taken from rewards
+    mismatch: dict[str, Metric]  # of engine and actor; empty where the first update measures it
+    largest_gap: LargestGap
 
 
 class PolicyUpdater:
@@ -69,7 +62,7 @@ class PolicyUpdater:
 
     def __init__(
         self,
-        config: Config,
+        *,
         actor: Actor,
         reference: Reference | None,
         algorithm: Algorithm,
@@ -77,10 +70,32 @@ class PolicyUpdater:
         layout: ParallelLayout,
         builder: MicroBatchBuilder,
         rules: PackingRules,
+        update: UpdateConfig,
+        rollout: RolloutConfig,
+        rewards: RewardsConfig,
     ):
-        self.config, self.actor, self.reference, self.algorithm = config, actor, reference, algorithm
-        self.groups, self.layout, self.builder, self.rules = groups, layout, builder, rules
-        self.temperature = config.rollout.temperature
+        """Args:
+        reference: None where no penalty needs it.
+        builder: of this rank's micro-batches.
+        rules: by which they are planned.
+        update: how many updates a step has.
+        rollout: how the engine sampled.
+        rewards: whose weights some advantages need part by part.
+        """
+        self.actor, self.reference, self.algorithm, self.groups = actor, reference, algorithm, groups
+        self.update, self.temperature = update, rollout.temperature
+        self.is_comparable = not rollout.is_narrowed
+        self._part_weights = torch.tensor([function.weight for function in rewards.functions])
+        self._mini_batches = MiniBatchBuilder(groups, layout, builder, rules, actor.model.hf.hidden_size)
+        self._passes = PriorPasses(
+            actor=actor,
+            reference=reference,
+            algorithm=algorithm,
+            groups=groups,
+            updates_per_step=update.updates_per_step,
+            temperature=self.temperature,
+            is_comparable=self.is_comparable,
+        )
         self.router_loads = RouterLoads(actor.model) if actor.model.hf.num_experts else None
 
     def run(
@@ -108,127 +123,58 @@ class PolicyUpdater:
         if not rollouts.records:
             # dynamic sampling found no group with a signal: nothing to learn in this step
             return UpdateResult({})
-        valid = self.algorithm.mask_completions(rollouts.valid, rollouts.cut_by_length)
-        rewards = self._shaped_rewards(rollouts)
-        advantages, counters = self._advantages(rollouts, rewards, valid)
-        mini_batches = self._mini_batches(rollouts, valid, advantages)
-        ages = {key: weight_version - record.weight_version for key, record in rollouts.records.items()}
-        self._fill_terms(mini_batches, before_pass)
-        before: dict[str, Metric] = {}
-        if self.algorithm.kl_in_reward:
-            penalties, before = self._kl_penalties(mini_batches)
-            rewards = rewards - rollouts.matrix(penalties)
-        largest_gap = LargestGap()
-        kept_tokens, rejected, mismatch = self._compare_with_engine(mini_batches, ages, largest_gap)
-        lengths = {key: kept_tokens.get(key, record.length) for key, record in rollouts.records.items()}
-        if rejected or self.algorithm.kl_in_reward:
-            valid = valid & ~rollouts.matrix(rejected, fill=0, dtype=torch.bool)
-            advantages, counters = self._advantages(rollouts, rewards, valid)
-        advantage_of = {key: float(advantages[key]) for key in rollouts.records}
-        lengths = {key: length if valid[key] else 0 for key, length in lengths.items()}
-
+        step = self._prepare(rollouts, weight_version, before_pass)
         collected: list[dict[str, Metric]] = []
         applied: list[AppliedUpdate] = []
         trained_tokens = 0
         gap: LogprobGap | None = None
-        for epoch in range(self.config.update.epochs_per_step):
-            for place, mini_batch in enumerate(mini_batches):
+        for epoch in range(self.update.epochs_per_step):
+            for place, mini_batch in enumerate(step.mini_batches):
                 if not mini_batch.batches:
                     continue
-                terms = SequenceTerms(advantage_of, self._token_weights(mini_batch, lengths), ages)
-                reference = self.reference.model if self.reference else None
-                is_comparable = not self.config.rollout.is_narrowed
-                compare = largest_gap if is_comparable and not applied and not mismatch else None
                 if not applied:
                     before_pass()
-                loss = PolicyLoss(
-                    self.actor.model,
-                    self.algorithm,
-                    self.temperature,
-                    terms,
-                    reference,
-                    compare,
-                    is_comparable,
+                loss = self._loss(step, mini_batch, is_first=not applied)
+                metrics = all_gather_metrics(
+                    self.groups, self.actor.forward_backward(mini_batch.batches, loss)
                 )
-                metrics = self._all_gather_metrics(self.actor.forward_backward(mini_batch.batches, loss))
                 if not applied:
-                    gap = largest(all_gather_metadata(largest_gap.result()))
+                    gap = largest(all_gather_metadata(step.largest_gap.result()))
                 if before_apply is not None:
                     before_apply(
-                        finalize_metrics(merge_metrics([mismatch, metrics])), None if applied else gap
+                        finalize_metrics(merge_metrics([step.mismatch, metrics])), None if applied else gap
                     )
-                applied.append(
-                    self.actor.apply_gradients(learning_rate(epoch * len(mini_batches) + place), accepts)
-                )
+                rate = learning_rate(epoch * len(step.mini_batches) + place)
+                applied.append(self.actor.apply_gradients(rate, accepts))
                 collected.append(metrics)
-                trained_tokens += sum(lengths[key] for key in mini_batch.keys)
+                trained_tokens += sum(step.lengths[key] for key in mini_batch.keys)
         self.actor.gather_parameters()
-        metrics = finalize_metrics(merge_metrics([*collected, before, mismatch]))
-        metrics |= summarize_updates(collected)
-        if self.router_loads:
-            metrics |= self.router_loads.take(len(applied))
-        if "ref_kl" in metrics:
-            self.algorithm.update_kl(metrics["ref_kl"])
-        return UpdateResult(
-            {**metrics, **{name: float(count) for name, count in counters.items()}},
-            applied,
-            trained_tokens,
-            gap,
-        )
+        return UpdateResult(self._metrics(step, collected), applied, trained_tokens, gap)
 
-    # ---- before the first micro-batch
-
-    def _shaped_rewards(self, rollouts: StepRollouts) -> torch.Tensor:
-        return self.algorithm.shape_rewards(
-            rollouts.field_matrix("reward"), rollouts.field_matrix("length"), rollouts.cut_by_length
-        )
-
-    def _advantages(
-        self, rollouts: StepRollouts, rewards: torch.Tensor, valid: torch.Tensor
-    ) -> tuple[torch.Tensor, Mapping[str, int]]:
-        _, parts = rollouts.reward_parts()
-        weights = torch.tensor([function.weight for function in self.config.rewards.functions])
-        result = self.algorithm.advantages(
-            rewards, valid, lengths=rollouts.field_matrix("length"), reward_parts=parts, part_weights=weights
-        )
-        return result.advantages, result.counters
-
-    def _mini_batches(
-        self, rollouts: StepRollouts, valid: torch.Tensor, advantages: torch.Tensor
-    ) -> list[MiniBatch]:
-        """Plan all updates of a pass and fetch the tokens that this replica trains. Collective over all
-        ranks.
-        """
+    def _prepare(self, rollouts: StepRollouts, weight_version: int, before_pass: Callable[[], None]) -> _Step:
+        """Compute all that comes before the first update. Collective over all ranks."""
+        valid = self.algorithm.mask_completions(rollouts.valid, rollouts.cut_by_length)
+        rewards = self._shaped_rewards(rollouts)
+        advantages, counters = self._advantages(rollouts, rewards, valid)
         trains = valid if self._needs_every_sample else valid & (advantages != 0)
-        plans: list[tuple[Sequence[int], list[SampleKey], list[list[MicroBatchPlan]]]] = []
-        for chunk in np.array_split(
-            np.arange(len(rollouts.prompts)), self.config.update.mini_batches_per_step
-        ):
-            keys = [key for key in rollouts.records if key[0] in set(chunk.tolist()) and trains[key]]
-            sizes = [
-                SampleSize(key[0], len(rollouts.prompts[key[0]].token_ids), rollouts.records[key].length)
-                for key in keys
-            ]
-            plan = (
-                plan_microbatches(sizes, self.layout.dp, self.rules, self.actor.model.hf.hidden_size)
-                if keys
-                else []
-            )
-            plans.append((chunk.tolist(), keys, plan))
-        samples = self._fetch(rollouts, plans)
-        return [
-            MiniBatch(
-                chunk,
-                keys,
-                [
-                    self.builder.build(micro, lambda i, keys=keys: samples[keys[i]], len(keys))
-                    for micro in plan[self.groups.dp_rank]
-                ],
-            )
-            if plan
-            else MiniBatch(chunk, keys, [])
-            for chunk, keys, plan in plans
-        ]
+        mini_batches = self._mini_batches.build(rollouts, trains, self.update.mini_batches_per_step)
+        ages = {key: weight_version - record.weight_version for key, record in rollouts.records.items()}
+        self._passes.fill_terms(mini_batches, before_pass)
+        before: dict[str, Metric] = {}
+        if self.algorithm.kl_in_reward:
+            penalties, before = self._passes.kl_penalties(mini_batches)
+            rewards = rewards - rollouts.matrix(penalties)
+        gap = LargestGap()
+        kept_tokens, rejected, mismatch = self._passes.compare_with_engine(mini_batches, ages, gap)
+        if rejected or self.algorithm.kl_in_reward:
+            valid = valid & ~rollouts.matrix(rejected, fill=0, dtype=torch.bool)
+            advantages, counters = self._advantages(rollouts, rewards, valid)
+        lengths = {
+            key: kept_tokens.get(key, record.length) if valid[key] else 0
+            for key, record in rollouts.records.items()
+        }
+        advantage_of = {key: float(advantages[key]) for key in rollouts.records}
+        return _Step(mini_batches, advantage_of, lengths, ages, counters, before, mismatch, gap)
 
     @property
     def _needs_every_sample(self) -> bool:
@@ -241,135 +187,37 @@ class PolicyUpdater:
             or self.algorithm.correction_before_advantages
         )
 
-    def _fetch(self, rollouts: StepRollouts, plans: list) -> dict[SampleKey, TrainSample]:
-        destinations = {
-            keys[index]: self.layout.ranks_of_replica(dp)
-            for _, keys, plan in plans
-            for dp, micro_batches in enumerate(plan)
-            for micro in micro_batches
-            for tree in micro
-            for index in tree.samples
-        }
-        records = [record for key, record in rollouts.records.items() if key in destinations]
-        tokens = exchange_completions(records, destinations, rollouts.local)
-        return {
-            key: TrainSample(key, rollouts.prompts[key[0]].token_ids, *data) for key, data in tokens.items()
-        }
+    def _shaped_rewards(self, rollouts: StepRollouts) -> torch.Tensor:
+        return self.algorithm.shape_rewards(
+            rollouts.field_matrix("reward"), rollouts.field_matrix("length"), rollouts.cut_by_length
+        )
 
-    @property
-    def _old_equals_actor(self) -> bool:
-        """Whether the first forward of the update is that of the old policy, so that its own log-probs
-        serve as the old ones.
-        """
-        single = self.config.update.updates_per_step == 1
-        return single and not self.algorithm.config.correction.enabled and not self.algorithm.kl_in_reward
+    def _advantages(
+        self, rollouts: StepRollouts, rewards: torch.Tensor, valid: torch.Tensor
+    ) -> tuple[torch.Tensor, Mapping[str, int]]:
+        _, parts = rollouts.reward_parts()
+        result = self.algorithm.advantages(
+            rewards,
+            valid,
+            lengths=rollouts.field_matrix("length"),
+            reward_parts=parts,
+            part_weights=self._part_weights,
+        )
+        return result.advantages, result.counters
 
-    def _fill_terms(self, mini_batches: Sequence[MiniBatch], before_pass: Callable[[], None]) -> None:
-        """Compute what the losses need of the old policy and the reference, for all micro-batches of the
-        step.
-        """
-        batches = [batch for mini_batch in mini_batches for batch in mini_batch.batches]
-        for batch in batches if self.groups.is_last_stage else ():
-            check_logprobs("rollout_logprobs", batch.rollout_logprobs, len(batch.targets), batch.sequence_ids)
-        if not batches:
-            return
-        if self.algorithm.config.old_logprobs == "engine":
-            for batch in batches:
-                batch.terms.old_logprobs = batch.rollout_logprobs
-        elif self.algorithm.needs_old_logprobs and not self._old_equals_actor:
-            before_pass()
-            for batch, old in zip(
-                batches, self.actor.logprobs(batches, self.temperature), strict=self.groups.is_last_stage
-            ):
-                batch.terms.old_logprobs = old
-        if self.reference is not None:
-            before_pass()
-        if self.reference is not None and self.algorithm.needs_exact_kl:
-            for batch, hidden in zip(
-                batches, self.reference.hidden_rows(batches), strict=self.groups.is_last_stage
-            ):
-                batch.terms.ref_hidden = hidden
-        elif self.reference is not None:
-            for batch, logprobs in zip(
-                batches, self.reference.logprobs(batches, self.temperature), strict=self.groups.is_last_stage
-            ):
-                batch.terms.ref_logprobs = logprobs
-
-    def _kl_penalties(
-        self, mini_batches: Sequence[MiniBatch]
-    ) -> tuple[dict[SampleKey, float], dict[str, Metric]]:
-        """Return what KL takes from each completion's reward, and its metric. Collective over all ranks."""
-        mine: dict[SampleKey, float] = {}
-        measured: list[Mapping[str, Metric]] = []
-        for batch in self._reported_batches(mini_batches):
-            old, ref = batch.terms.old_logprobs, batch.terms.ref_logprobs
-            penalty = self.algorithm.kl_penalty(old, ref, batch.sequence_ids, batch.num_sequences)
-            mine |= dict(zip(batch.keys, penalty.tolist(), strict=True))
-            measured.append(self.algorithm.measure_kl_penalty(old, ref))
-        penalties = sum_by_key(all_gather_metadata(mine))
-        return penalties, self._all_gather_metrics(measured)
-
-    def _compare_with_engine(
-        self,
-        mini_batches: Sequence[MiniBatch],
-        ages: Mapping[SampleKey, int],
-        largest_gap: LargestGap,
-    ) -> tuple[dict[SampleKey, int], dict[SampleKey, bool], dict[str, Metric]]:
-        """Measure the mismatch of engine and actor and apply the rollout correction.
-
-        Only where old log-probs were computed: otherwise the loss of the first update measures it with its
-        own. Nothing is measured where top_p or top_k narrow the engine's distribution. Collective over all
-        ranks.
-
-        Returns:
-            Kept tokens and rejections by sample (both empty without a correction), and the diagnostics.
-        """
-        if (
-            self._old_equals_actor
-            or self.algorithm.config.old_logprobs == "engine"
-            or not self.algorithm.needs_old_logprobs
-            or self.config.rollout.is_narrowed
-        ):
-            return {}, {}, {}
-        kept: dict[SampleKey, int] = {}
-        rejected: dict[SampleKey, bool] = {}
-        diagnostics: list[Mapping[str, Metric]] = []
-        for batch in (
-            batch for mini_batch in mini_batches for batch in mini_batch.batches if self.groups.is_last_stage
-        ):
-            terms = batch.terms
-            result = self.algorithm.correct(
-                terms.old_logprobs,
-                batch.rollout_logprobs,
-                batch.sequence_ids,
-                batch.num_sequences,
-                sequence_sum=lambda values, batch=batch: sum_sequences(
-                    values, batch.sequence_ids, batch.num_sequences, self.groups.cp
-                ),
-                positions=batch.positions,
-                policy_age=batch.per_row(ages, torch.int64),
-            )
-            diagnostics.append(result.diagnostics)
-            largest_gap.add(
-                batch, torch.arange(len(batch.targets), device=batch.targets.device), terms.old_logprobs, ages
-            )
-            if self.algorithm.config.correction.enabled:
-                terms.keep, terms.correction_weights = result.keep, result.weights
-                counts = torch.zeros(batch.num_sequences).index_add(
-                    0, batch.sequence_ids.cpu(), result.keep.cpu().float()
-                )
-                kept |= dict(zip(batch.keys, counts.int().tolist(), strict=True))
-                rejected |= dict(zip(batch.keys, result.rejected.tolist(), strict=True))
-        gathered = all_gather_metadata((kept, rejected) if self.groups.reports_losses else ({}, {}))
-        kept = sum_by_key(part for part, _ in gathered)
-        rejected = {key: flag for _, part in gathered for key, flag in part.items()}
-        return kept, rejected if any(rejected.values()) else {}, self._all_gather_metrics(diagnostics)
-
-    def _reported_batches(self, mini_batches: Sequence[MiniBatch]) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches where its numbers enter sums over all ranks."""
-        if self.groups.reports_losses:
-            for mini_batch in mini_batches:
-                yield from mini_batch.batches
+    def _loss(self, step: _Step, mini_batch: MiniBatch, is_first: bool) -> PolicyLoss:
+        """Return the loss of one update; the first measures engine against actor where that is not known."""
+        terms = SequenceTerms(step.advantages, self._token_weights(mini_batch, step.lengths), step.ages)
+        compare = step.largest_gap if self.is_comparable and is_first and not step.mismatch else None
+        return PolicyLoss(
+            self.actor.model,
+            self.algorithm,
+            self.temperature,
+            terms,
+            self.reference.model if self.reference else None,
+            compare,
+            self.is_comparable,
+        )
 
     def _token_weights(
         self, mini_batch: MiniBatch, lengths: Mapping[SampleKey, int]
@@ -384,11 +232,12 @@ class PolicyUpdater:
         )
         return dict(zip(keys, weights.tolist(), strict=True))
 
-    def _all_gather_metrics(self, parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-        """Merge metrics of all micro-batches and replicas. Collective over all ranks."""
-        mine = merge_metrics(parts) if self.groups.reports_losses else {}
-        on_cpu = {
-            name: Metric(metric.reduction, metric.value.cpu(), metric.count.cpu())
-            for name, metric in mine.items()
-        }
-        return merge_metrics(all_gather_metadata(on_cpu))
+    def _metrics(self, step: _Step, collected: list[dict[str, Metric]]) -> dict[str, float]:
+        """Return the step's numbers, and let a KL coefficient that adapts follow them."""
+        metrics = finalize_metrics(merge_metrics([*collected, step.before, step.mismatch]))
+        metrics |= summarize_updates(collected)
+        if self.router_loads:
+            metrics |= self.router_loads.take(len(collected))
+        if "ref_kl" in metrics:
+            self.algorithm.update_kl(metrics["ref_kl"])
+        return metrics | {name: float(count) for name, count in step.counters.items()}

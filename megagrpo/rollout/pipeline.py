@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config.schema import Config
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.schema import RolloutConfig
 from megagrpo.parallel.groups import all_reduce_flag
 from megagrpo.rollout import in_flight
 from megagrpo.rollout.dealing import LengthEstimates
@@ -31,10 +32,26 @@ class RolloutPipeline:
     completion has one weight version, the newest but one at most.
     """
 
-    def __init__(self, config: Config, generator: RolloutGenerator, sampler: PromptSampler):
-        self.config, self.generator, self.sampler = config, generator, sampler
+    def __init__(
+        self,
+        *,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        num_steps: int,
+        seed: int,
+        generator: RolloutGenerator,
+        sampler: PromptSampler,
+    ):
+        """Args:
+        rollout: how many groups a step has, and how they are sampled.
+        algorithm: whether groups without a signal are drawn again.
+        num_steps: of the run: nothing is generated after the last.
+        seed: of the sampling.
+        """
+        self.rollout, self.algorithm, self.num_steps, self.seed = rollout, algorithm, num_steps, seed
+        self.generator, self.sampler = generator, sampler
         self.lengths = LengthEstimates()
-        self._ahead = config.rollout.off_policy == "one_step_off"
+        self._ahead = rollout.off_policy == "one_step_off"
         self._pending: PendingRollouts | None = None
         self._position = sampler.state()  # before the prompts of the first step that is not collected
         self._next_step = 1
@@ -52,7 +69,7 @@ class RolloutPipeline:
             SharedUserError, RolloutFailedError: generating or scoring failed on some rank; raised on all
                 ranks.
         """
-        rollout = self.config.rollout
+        rollout = self.rollout
         if self._pending is None:
             self._position = self.sampler.state()
 
@@ -65,10 +82,10 @@ class RolloutPipeline:
             first_index = refill * rollout.prompts_per_step * rollout.completions_per_prompt
             return self.generator.generate(self._request(step, self.sampler.next(count), first_index))
 
-        rollouts, counts = collect_groups(generate, rollout.prompts_per_step, self.config.algorithm)
+        rollouts, counts = collect_groups(generate, rollout.prompts_per_step, self.algorithm)
         self._check_ages(step, rollouts, weight_version)
         self._position, self._next_step = self.sampler.state(), step + 1
-        if self._ahead and step < self.config.run.steps:
+        if self._ahead and step < self.num_steps:
             self._pending = self.generator.start(
                 self._request(step + 1, self.sampler.next(rollout.prompts_per_step))
             )
@@ -145,7 +162,7 @@ class RolloutPipeline:
         if saved is None:
             return
         prompt_ids, groups = saved["prompt_ids"], self.generator.groups
-        wanted = (_describe(self._request(self._next_step, [])), self.config.rollout.prompts_per_step)
+        wanted = (_describe(self._request(self._next_step, [])), self.rollout.prompts_per_step)
         if not self._ahead or wanted != (saved["request"], len(prompt_ids)):
             return
         prompts = [self.sampler.source.with_id(prompt_id) for prompt_id in prompt_ids]
@@ -158,7 +175,7 @@ class RolloutPipeline:
     # ---- requests
 
     def _request(self, step: int, prompts: list[Prompt], first_index: int = 0) -> RolloutRequest:
-        rollout = self.config.rollout
+        rollout = self.rollout
         sampling = SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
@@ -166,7 +183,7 @@ class RolloutPipeline:
             top_k=rollout.top_k,
             stop=rollout.stop,
             stop_token_ids=rollout.stop_token_ids,
-            seed=self.config.run.seed,
+            seed=self.seed,
             step=step,
         )
         return RolloutRequest(prompts, sampling, rollout.completions_per_prompt, first_index, self.lengths)
@@ -175,13 +192,13 @@ class RolloutPipeline:
         """Refuse completions of weights that are older than the mode allows: an engine that kept serving a
         version it shouldn't.
         """
-        allowed = self.config.rollout.max_policy_age
+        allowed = self.rollout.max_policy_age
         oldest = min((record.weight_version for record in rollouts.records.values()), default=weight_version)
         if weight_version - oldest > allowed:
             raise RolloutFailedError(
                 f"step {step}: completions were sampled under weight version {oldest}, the actor is at "
                 f"{weight_version}; "
-                f"rollout.off_policy {self.config.rollout.off_policy} allows an age of {allowed}"
+                f"rollout.off_policy {self.rollout.off_policy} allows an age of {allowed}"
             )
 
 

@@ -153,14 +153,16 @@ def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> 
         layout.microbatch_multiple,
     )
     updater = PolicyUpdater(
-        config,
-        actor,
-        reference,
-        Algorithm(config.algorithm, dense_grpo.COMPLETIONS, 64),
-        groups,
-        layout,
-        MicroBatchBuilder(DEVICE, rules, 0, False, layout.cp, groups.cp_rank),
-        rules,
+        actor=actor,
+        reference=reference,
+        algorithm=Algorithm(config.algorithm, dense_grpo.COMPLETIONS, 64),
+        groups=groups,
+        layout=layout,
+        builder=MicroBatchBuilder(DEVICE, rules, 0, False, layout.cp, groups.cp_rank),
+        rules=rules,
+        update=config.update,
+        rollout=config.rollout,
+        rewards=config.rewards,
     )
     losses, norms, load_ratios = [], [], []
     for step in range(dense_grpo.STEPS):

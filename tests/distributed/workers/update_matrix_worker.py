@@ -127,7 +127,18 @@ def run_case(
     )
     builder = MicroBatchBuilder(DEVICE, rules, 0, False, layout.cp, groups.cp_rank)
     algorithm = Algorithm(config.algorithm, dense.COMPLETIONS, dense.LIMIT)
-    updater = PolicyUpdater(config, actor, Reference(load()), algorithm, groups, layout, builder, rules)
+    updater = PolicyUpdater(
+        actor=actor,
+        reference=Reference(load()),
+        algorithm=algorithm,
+        groups=groups,
+        layout=layout,
+        builder=builder,
+        rules=rules,
+        update=config.update,
+        rollout=config.rollout,
+        rewards=config.rewards,
+    )
     metrics: list[dict] = []
     gradients: list[dict] = []
 

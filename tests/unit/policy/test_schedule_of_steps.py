@@ -26,9 +26,7 @@ def test_steps_without_an_informative_group_advance_the_schedule(monkeypatch):
         rates.append([learning_rate(k) for k in range(2)])
         return UpdateResult({})  # every other step has nothing that trains
 
-    trainer.updater = SimpleNamespace(
-        run=run, config=SimpleNamespace(update=SimpleNamespace(updates_per_step=2)), actor=MagicMock()
-    )
+    trainer.updater = SimpleNamespace(run=run, update=SimpleNamespace(updates_per_step=2), actor=MagicMock())
     trainer.gate = MagicMock(metrics=dict, **{"count_nonfinite.return_value": 0})
     trainer.gate.accepts_rewards.side_effect = lambda mean: trainer.state.step % 2 == 0
     trainer.pipeline.collect.return_value = (StepRollouts([], {}, {}), SamplingCounts(0, 0, 0, 0))

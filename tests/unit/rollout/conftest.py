@@ -125,7 +125,14 @@ def build_pipeline(one_rank, engine):
             [*sizes, "algorithm.correction.importance=token", *overrides],
         )
         sampler = PromptSampler(TenPrompts(config), seed=0)
-        return RolloutPipeline(config, RolloutGenerator(engine, ScriptedRewards(), OneRank(), [0]), sampler)
+        return RolloutPipeline(
+            rollout=config.rollout,
+            algorithm=config.algorithm,
+            num_steps=config.run.steps,
+            seed=config.run.seed,
+            generator=RolloutGenerator(engine, ScriptedRewards(), OneRank(), [0]),
+            sampler=sampler,
+        )
 
     return build
 
