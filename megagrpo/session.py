@@ -1,7 +1,7 @@
 """Builds everything that a run needs, in order, from the configuration."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from megagrpo.policy.reference import Reference
 from megagrpo.policy.update import PolicyUpdater
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rewards.special_tokens import text_with_special_tokens
+from megagrpo.rollout.data_identity import check_same_on_ranks
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler, PromptSource, load_prompts
@@ -101,15 +102,17 @@ def build_session(
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, hf.vocab_size)
     source, evaluation_prompts = load_prompts(config, tokenizer, hf.max_position_embeddings, note)
+    sets = prompts_by_field(source, evaluation_prompts)
     rewards = RewardPool(
         config.rewards,
-        columns_of_sources(source, evaluation_prompts),
+        {place: list(prompts[0].columns) for place, prompts in sets.items()},
         None
         if config.rewards.special_tokens == "strip"
         else text_with_special_tokens(tokenizer, config.rollout.stop),
     )
     layout = build_layout(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
     groups = build_groups(layout, config.run.collective_timeout_seconds)
+    check_same_on_ranks(sets)
     lock = hold_run_folder(Path(config.run.dir))
 
     def load_model() -> StageModel:
@@ -190,6 +193,8 @@ def build_session(
             seed=config.run.seed,
             generator=generator,
             sampler=sampler,
+            allowed_changes=config.run.allow_config_changes,
+            note=note,
         ),
         evaluation_prompts=evaluation_prompts,
     )
@@ -218,11 +223,10 @@ def _watch_replicas(
     return RecoveringPublisher(publisher, recovery)
 
 
-def columns_of_sources(
+def prompts_by_field(
     source: PromptSource, held_out: list[tuple[EvaluationSetConfig, list[Prompt]]]
-) -> dict[str, list[str]]:
-    """Return the columns of each data set's first row, by the field that names the set."""
-    sets = {"data.source": source.prompts} | {
+) -> dict[str, Sequence[Prompt]]:
+    """Return the prompts of each data set, by the field that names the set."""
+    return {"data.source": source.prompts} | {
         f"evaluation.sets.{number}.source": prompts for number, (_, prompts) in enumerate(held_out)
     }
-    return {place: list(prompts[0].columns) for place, prompts in sets.items() if prompts}

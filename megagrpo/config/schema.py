@@ -38,7 +38,7 @@ class RunConfig(Section):
     allow_config_changes: Annotated[tuple[str, ...], FREE] = Field(
         (),
         description="sections or fields, as optimizer.lr, that may differ from the checkpoint's when a "
-        "run goes on from it",
+        "run goes on from it; data.source: its prompts too, whose first epoch then begins",
     )
     deterministic: Annotated[bool, FREE] = Field(
         False, description="two runs are equal to the bit on GPUs too, slower; on the CPU they always are"

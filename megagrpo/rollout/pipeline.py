@@ -6,7 +6,7 @@ one_step_off    generate 1 | train 1      | publish | train 2      | publish | .
                            | generate 2   |         | generate 3   |
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import RolloutConfig
 from megagrpo.parallel.groups import all_reduce_flag
 from megagrpo.rollout import in_flight
+from megagrpo.rollout.data_identity import compare_data, describe_data
 from megagrpo.rollout.dealing import LengthEstimates
 from megagrpo.rollout.dynamic_sampling import SamplingCounts, collect_groups
 from megagrpo.rollout.generation import RolloutFailedError, RolloutGenerator
@@ -41,15 +42,21 @@ class RolloutPipeline:
         seed: int,
         generator: RolloutGenerator,
         sampler: PromptSampler,
+        allowed_changes: Sequence[str],
+        note: Callable[[str], None],
     ):
         """Args:
         rollout: how many groups a step has, and how they are sampled.
         algorithm: whether groups without a signal are drawn again.
         num_steps: of the run: nothing is generated after the last.
         seed: of the sampling.
+        allowed_changes: `run.allow_config_changes`, for a run that goes on with other prompts.
+        note: told where it does.
         """
         self.rollout, self.algorithm, self.num_steps, self.seed = rollout, algorithm, num_steps, seed
         self.generator, self.sampler = generator, sampler
+        self._allowed_changes, self._note = allowed_changes, note
+        self._data = describe_data(sampler.source.prompts)
         self.lengths = LengthEstimates()
         self._ahead = rollout.off_policy == "one_step_off"
         self._pending: PendingRollouts | None = None
@@ -124,13 +131,14 @@ class RolloutPipeline:
     # ---- checkpoints
 
     def snapshot(self) -> Snapshot:
-        """Wait for the rollouts in flight and return what a checkpoint keeps: the lengths of completions, the
-        next step, prompts drawn before it, and the rollouts of it that are in flight. Collective over all
-        ranks.
+        """Wait for the rollouts in flight and return what a checkpoint keeps: what the prompts are, the
+        lengths of completions, the next step, prompts drawn before it, and the rollouts of it that are in
+        flight. Collective over all ranks.
 
         Where they failed on any rank they are left out: their prompts are drawn again.
         """
         state: dict[str, Any] = {
+            "data": self._data,
             "next_step": self._next_step,
             "prompt_position": self._position,
             "lengths": self.lengths.state(),
@@ -153,10 +161,20 @@ class RolloutPipeline:
         """Go on from a snapshot whose files lie in `folder`; any number of ranks may.
 
         Rollouts in flight are taken up where this run would have asked for the same; otherwise (another mode
-        or other sampling settings) their prompts are drawn again.
+        or other sampling settings) their prompts are drawn again. With other prompts than the snapshot's,
+        where the run may have them, the first epoch of these begins.
+
+        Raises:
+            UserError: the prompts are others, and the run may not have them.
         """
-        self.skip_to(state["prompt_position"])
         self._next_step = state["next_step"]
+        source = self.sampler.source.config.source
+        changed = compare_data(state["data"], self._data, source, self._allowed_changes)
+        if changed is not None:
+            self.skip_to(0)
+            self._note(changed)
+            return
+        self.skip_to(state["prompt_position"])
         self.lengths.load_state(state["lengths"])
         saved = state["in_flight"]
         if saved is None:

@@ -116,22 +116,27 @@ class OneRank:
 
 @pytest.fixture
 def build_pipeline(one_rank, engine):
-    """A function (overrides) -> a pipeline of 3 prompts a step, 2 completions each, over 4 steps."""
+    """A function (overrides, prompts=None, note) -> a pipeline of 3 prompts a step, 2 completions each, over
+    4 steps.
+    """
 
-    def build(*overrides):
+    def build(*overrides, prompts=None, note=lambda line: None):
         sizes = ["rollout.prompts_per_step=3", "rollout.completions_per_prompt=2", "run.steps=4"]
         config = load_config(
             "examples/quickstart/quickstart.yaml",
             [*sizes, "algorithm.correction.importance=token", *overrides],
         )
-        sampler = PromptSampler(TenPrompts(config), seed=0)
+        source = TenPrompts(config)
+        source.prompts = prompts or source.prompts
         return RolloutPipeline(
             rollout=config.rollout,
             algorithm=config.algorithm,
             num_steps=config.run.steps,
             seed=config.run.seed,
             generator=RolloutGenerator(engine, ScriptedRewards(), OneRank(), [0]),
-            sampler=sampler,
+            sampler=PromptSampler(source, seed=0),
+            allowed_changes=config.run.allow_config_changes,
+            note=note,
         )
 
     return build
