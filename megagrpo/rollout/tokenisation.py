@@ -6,7 +6,10 @@ from typing import Any
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config, DataConfig
 from megagrpo.errors import UserError
+from megagrpo.rollout.time_limit import time_limit
 from megagrpo.types import Prompt
+
+TEMPLATE_SECONDS = 10.0  # for the messages of one row; a template takes less than a millisecond
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -127,10 +130,11 @@ def render_chat(place: str, tokenizer: Any, content: Any) -> str:
     """Return a prompt's text by the tokenizer's chat template: messages, or a string as the user's one.
 
     The assistant's turn is opened after them; where the last message is the assistant's, it is the beginning
-    of that turn and is gone on with.
+    of that turn and is gone on with. A template is code that comes with a model: transformers renders it in
+    jinja's sandbox, and its time is limited here.
 
     Raises:
-        UserError: it is neither, there is no template, or the template refuses the messages.
+        UserError: it is neither, there is no template, or the template refuses the messages or does not end.
     """
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not (
@@ -143,9 +147,12 @@ def render_chat(place: str, tokenizer: Any, content: Any) -> str:
         raise UserError(f"data.chat_template: the tokenizer {tokenizer.name_or_path!r} has no chat template")
     is_begun = messages[-1]["role"] == "assistant"
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not is_begun, continue_final_message=is_begun
-        )
+        with time_limit(TEMPLATE_SECONDS):
+            return tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=not is_begun, continue_final_message=is_begun
+            )
+    except TimeoutError as error:
+        raise UserError(f"{place}: the chat template {error} for the messages of one row") from error
     except Exception as error:  # jinja and transformers raise a dozen types for malformed messages
         raise UserError(
             f"{place}: the chat template refuses the messages: {' '.join(str(error).split())}"

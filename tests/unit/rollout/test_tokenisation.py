@@ -4,6 +4,7 @@ asked.
 
 import copy
 import json
+import time
 
 import pytest
 from tokenizers import processors
@@ -11,6 +12,7 @@ from tokenizers import processors
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import DataConfig
 from megagrpo.errors import UserError
+from megagrpo.rollout import tokenisation
 from megagrpo.rollout.prompts import PromptSource, load_prompts
 from megagrpo.rollout.tokenisation import check_tokenizer
 
@@ -108,6 +110,26 @@ def test_a_begun_answer_is_gone_on_with(load, character_tokenizer):
     opened = "-user=2+2-.=\n-assistant="
     assert [prompt.text for prompt in source.prompts] == [opened, f"{opened}let me think:\n"]
     assert decoded(source, character_tokenizer) == [prompt.text for prompt in source.prompts]
+
+
+def test_a_template_that_loops_for_ever_ends_in_one_line(load, character_tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenisation, "TEMPLATE_SECONDS", 0.3)
+    for_ever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    character_tokenizer.chat_template = for_ever
+    began = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        load(rows("1"), character_tokenizer, chat_template=True)
+    assert time.monotonic() - began < 30
+    assert str(caught.value).endswith(
+        "row 0: the chat template took more than 0.3 s for the messages of one row"
+    )
+
+
+def test_a_template_is_kept_in_its_sandbox(load, character_tokenizer, tmp_path):
+    reach = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    character_tokenizer.chat_template = reach
+    with pytest.raises(UserError, match=r"row 0: the chat template refuses the messages: .*unsafe"):
+        load(rows("1"), character_tokenizer, chat_template=True)
 
 
 def test_the_first_prompt_is_told_as_the_engine_gets_it(tmp_path, character_tokenizer):
