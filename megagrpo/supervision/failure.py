@@ -112,16 +112,20 @@ def append_failure(folder: Path, failure: Failure) -> Path:
     return path
 
 
+def say(text: str) -> None:
+    """Print on standard error, which may be a file on a full disk: that must not keep the thread from ending
+    the rank.
+    """
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def keep(run_dir: Path, failure: Failure) -> None:
     """Add a failure to its rank's file in `errors/`."""
     try:
         append_failure(run_dir / "errors", failure)
     except OSError as error:  # the storage may be the cause: what is told must not be lost with it
-        print(
-            f"rank {failure.rank}: {run_dir / 'errors'}: {error}; {failure.describe()}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"rank {failure.rank}: {run_dir / 'errors'}: {error}; {failure.describe()}")
 
 
 def tell(run_dir: Path, failure: Failure) -> None:
@@ -129,7 +133,7 @@ def tell(run_dir: Path, failure: Failure) -> None:
     text = failure.describe()
     if failure.kind != "user" and (run_dir / "errors").is_dir():
         text += f"\nevery rank's end: {run_dir / 'errors'}"
-    print(text, file=sys.stderr, flush=True)
+    say(text)
     note_for_launcher(text if failure.kind == "user" else text.splitlines()[0])
 
 
@@ -139,7 +143,7 @@ def tell_stall(run_dir: Path, failure: Failure, silent: Sequence[int]) -> None:
     lines = [failure.describe(), f"Python stacks of the ranks: {run_dir / 'stacks'}"]
     if silent:
         lines.append(f"without an answer (frozen, or its host is lost): rank {', '.join(map(str, silent))}")
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    say("\n".join(lines))
     note_for_launcher(lines[0])
 
 

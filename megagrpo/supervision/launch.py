@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megagrpo.supervision import exit_codes
+from megagrpo.supervision.failure import say
 from megagrpo.supervision.signals import LAUNCHER_PID, stop_signals
 
 LOOPBACK = "127.0.0.1"
@@ -82,11 +83,7 @@ class Launch:
             is_final = code == exit_codes.DONE or self.asked or any(each.code in _FINAL for each in ended)
             if is_final or attempt == max_restarts:
                 break
-            print(
-                f"all ranks are started again from the newest checkpoint ({attempt + 1} of {max_restarts})",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"all ranks are started again from the newest checkpoint ({attempt + 1} of {max_restarts})")
         del store  # it lived until here
         return code
 
@@ -133,7 +130,7 @@ class Launch:
 
 def leave_without_ranks(number: signal.Signals) -> NoReturn:
     """End a launch that was asked to stop before it had ranks."""
-    print(f"stopped by {number.name} before the ranks were started", file=sys.stderr, flush=True)
+    say(f"stopped by {number.name} before the ranks were started")
     os._exit(128 + number)
 
 
@@ -172,11 +169,7 @@ def explain(ended: Sequence[Ended], asked: signal.Signals | None = None) -> int:
     codes = [each.code for each in causes] or [exit_codes.PEER_FAILED]
     if asked is not None and all(code in (-asked, -signal.SIGTERM, 128 + asked) for code in codes):
         if 128 + asked not in codes:
-            print(
-                f"stopped by {asked.name} while the ranks were not training: nothing was to be saved",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"stopped by {asked.name} while the ranks were not training: nothing was to be saved")
         return 128 + asked
     has_own = any(code > 0 for code in codes)
     for each in causes:
@@ -184,6 +177,6 @@ def explain(ended: Sequence[Ended], asked: signal.Signals | None = None) -> int:
         if each.code < 0 and not (has_own and each.code == -signal.SIGTERM):
             hint = " (out of memory?)" if each.code == -signal.SIGKILL else ""
             name = signal.Signals(-each.code).name
-            print(f"rank {each.rank} (pid {each.pid}) was ended by {name}{hint}", file=sys.stderr, flush=True)
+            say(f"rank {each.rank} (pid {each.pid}) was ended by {name}{hint}")
     code = max(codes)  # a rank that had the time to say why before those that a signal ended
     return code if code > 0 else 128 - code

@@ -10,6 +10,7 @@ from typing import NoReturn
 import psutil
 
 from megagrpo.supervision.board import Board
+from megagrpo.supervision.failure import say
 
 
 class Siblings:
@@ -80,7 +81,7 @@ def dump_stacks(folder: Path, rank: int) -> Path:
             faulthandler.dump_traceback(file, all_threads=True)
             file.write("\n")
     except OSError as error:
-        print(f"rank {rank}: {path}: {error}; its stacks:", file=sys.stderr, flush=True)
+        say(f"rank {rank}: {path}: {error}; its stacks:")
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
     return path
 

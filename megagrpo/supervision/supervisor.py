@@ -1,6 +1,4 @@
-"""Watches one rank from a thread of its own: peers that failed, phases that stall, signals. It ends the
-process where the rank can't.
-"""
+"""Watches one rank from its own thread: failed peers, stalls, signals. Ends a rank that can't end itself."""
 
 import faulthandler
 import os
@@ -21,6 +19,7 @@ from megagrpo.supervision.failure import (
     is_echo,
     keep,
     note_for_launcher,
+    say,
     tell,
     tell_stall,
 )
@@ -151,7 +150,7 @@ class Supervisor:
             keep(self.run_dir, failure)
         board = self._board
         if board is None:
-            print(failure.describe(), file=sys.stderr, flush=True)
+            say(failure.describe())
             return exit_codes.USER_ERROR if failure.kind == "user" else exit_codes.FAILED
         try:
             if echo:
