@@ -66,7 +66,7 @@ def read_with_bases(path: Path) -> dict[str, Any]:
     """Return the mapping in the file at `path`, merged over those of its `base:` chain.
 
     Raises:
-        ConfigError: a file is missing or malformed, or the chain comes back to a file that it has passed.
+        ConfigError: a file is missing, is none or malformed, or the chain is a circle.
     """
     chain: list[dict[str, Any]] = []
     visited: list[Path] = []
@@ -78,6 +78,8 @@ def read_with_bases(path: Path) -> dict[str, Any]:
             )
         if visited and not current.exists():
             raise ConfigError([f"{visited[-1]}: base: {current}: no such file"])
+        if visited and not current.is_file():
+            raise ConfigError([f"{visited[-1]}: base: {current}: is no file (a folder, a device or a pipe)"])
         visited.append(current)
         content = read_yaml_file(current)
         base = content.pop(BASE, None)

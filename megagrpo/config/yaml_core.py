@@ -12,6 +12,8 @@ import yaml
 
 from megagrpo.errors import ConfigError
 
+MAX_NODES = 100_000  # a few lines of aliases of aliases write out to what no memory holds
+
 _SCALARS = (
     ("tag:yaml.org,2002:null", r"(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:bool", r"(?:true|True|TRUE|false|False|FALSE)", list("tTfF")),
@@ -59,6 +61,44 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any
     return loader.construct_mapping(node, deep=True)
 
 
+def _count_nodes(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return how many values `node` holds where every alias is written out; no more of them are visited than
+    the text has.
+
+    Args:
+        counts: of nodes that were counted before, by identity; 0 while a node is being counted.
+    """
+    if id(node) in counts:
+        if not counts[id(node)]:
+            raise yaml.composer.ComposerError(
+                None, None, "an alias refers to what it lies in", node.start_mark
+            )
+        return counts[id(node)]
+    counts[id(node)] = 0
+    below: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        below = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        below = node.value
+    counts[id(node)] = 1 + sum(_count_nodes(part, counts) for part in below)
+    return counts[id(node)]
+
+
+def _load(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if (count := _count_nodes(node, {})) > MAX_NODES:
+            raise yaml.composer.ComposerError(
+                None, None, f"with its aliases written out it holds {count:,} values, {MAX_NODES:,} at most"
+            )
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
@@ -79,11 +119,13 @@ def parse_yaml(text: str, place: str) -> Any:
         ConfigError: `text` is not YAML; the line starts with `place` and says where and what.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError([f"{place}{where}: not valid YAML: {error.problem or error.context}"]) from error
+    except RecursionError:
+        raise ConfigError([f"{place}: not valid YAML: nested too deep"]) from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError([f"{place}: not valid YAML: {str(error).splitlines()[0]}"]) from error
 
@@ -92,9 +134,14 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
     """Return the mapping in the file at `path`; an empty file is an empty mapping.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
+        ConfigError: there is no file, or something else than one (a folder, a device, a pipe: reading might
+            never end, and every rank reads it again), or it cannot be read, is not YAML, or does not hold a
+            mapping.
     """
     try:
+        if path.exists() and not path.is_file():
+            what = "a folder" if path.is_dir() else "a device or a pipe"
+            raise ConfigError([f"{path}: is {what}, not a file"])
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ConfigError([f"{path}: no such file"]) from error
