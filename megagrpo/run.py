@@ -1,7 +1,7 @@
 """Runs a configuration on this rank: builds the parts, wires the loop, and takes everything down again."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from megagrpo.config.schema import Config
 from megagrpo.engines.base import asleep
 from megagrpo.errors import UserError
 from megagrpo.evaluation.evaluator import Evaluator
-from megagrpo.models.hf_export import export_dtype, write_hf_folder
+from megagrpo.models.hf_export import export_dtype, staging_folder, write_hf_folder
 from megagrpo.parallel.groups import destroy_groups
 from megagrpo.policy.logprob_gap import LogprobGapGate, warning_bound
 from megagrpo.policy.schedule import learning_rate
@@ -74,7 +74,7 @@ def run_training(config: Config, device: torch.device, supervisor: Supervisor | 
             supervisor=supervisor,
             clock=clock,
             engine_rests=partial(asleep, session.generator.engine, config.engine.sleep_while_training),
-            export=partial(export_model, config, session.publisher.exporter, is_first),
+            export=build_export(config, session.publisher.exporter, is_first),
             max_roll_backs=config.spikes.max_roll_backs,
         ).run()
         destroy_groups()
@@ -120,25 +120,33 @@ def build_checkpoints(
     )
 
 
-def export_model(config: Config, exporter: WeightExporter, is_first: bool) -> None:
-    """Write the weights as an HF folder, where the run is to. Collective over all ranks.
+def build_export(config: Config, exporter: WeightExporter, is_first: bool) -> Callable[[], None]:
+    """Return what writes the weights as an HF folder, where the run is to; a collective over all ranks.
 
-    Raises:
-        UserError: on the first rank: it could not be written.
+    What it needs of the model's folder beside config and tokenizer is read now. It raises a UserError on the
+    first rank where the folder could not be written.
     """
     if not config.run.export_hf:
-        return
-    if not is_first:
-        for _ in exporter.tensors():  # takes part in the collectives; the first rank writes
-            pass
-        return
-    target = Path(config.run.dir) / "hf"
-    try:
-        source = hf_folder_of(config.model.path)
-        dtype = export_dtype(config.export.dtype, source)
-        write_hf_folder(exporter.tensors(), source, target, dtype, config.model.tokenizer)
-    except OSError as error:
-        raise UserError(
-            f"run.export_hf: {target}: {error.strerror or error}; the weights are in the newest checkpoint, "
-            "where there are checkpoints"
-        ) from error
+        return lambda: None
+    source, target = hf_folder_of(config.model.path), Path(config.run.dir) / "hf"
+    dtype = export_dtype(config.export.dtype, source)
+
+    def export() -> None:
+        if not is_first:
+            for _ in exporter.tensors():  # takes part in the collectives; the first rank writes
+                pass
+            return
+        try:
+            write_hf_folder(exporter.tensors(), source, target, dtype, config.model.tokenizer)
+        except FileNotFoundError as error:
+            raise UserError(
+                f"run.export_hf: {error.filename} is gone: not an HF folder; "
+                f"the weights alone are in {staging_folder(target)}"
+            ) from error
+        except OSError as error:
+            raise UserError(
+                f"run.export_hf: {target}: {error.strerror or error}; the weights are in the newest "
+                "checkpoint, where there are checkpoints"
+            ) from error
+
+    return export

@@ -72,6 +72,9 @@ class Trainer:
     def run(self) -> None:
         """Train all steps that are left, then export and sum up; where a signal asks for it, save and stop
         before that. What ends the run on all ranks alike loses nothing that is trained.
+
+        Raises:
+            SharedUserError: also of a run that came to its end and could not save it.
         """
         try:
             self._start()
@@ -91,6 +94,8 @@ class Trainer:
             else:
                 self.checkpoints.finish()
             raise
+        if (loss := self.checkpoints.describe_loss()) is not None:
+            raise SharedUserError(loss)
 
     def _start(self) -> None:
         with self.timers.phase("resume"):
@@ -252,4 +257,4 @@ class Trainer:
         self.checkpoints.close(self.state)
         self.export()
         peaks = all_gather_metadata(device_module.peak_rss_bytes())
-        self.recorder.finish(self.clock.run_seconds(), peaks)
+        self.recorder.finish(self.clock.run_seconds(), peaks, self.checkpoints.describe_loss())

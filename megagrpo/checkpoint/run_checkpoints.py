@@ -53,7 +53,7 @@ class RunCheckpoints:
         note: Callable[[str], None],
     ):
         """Args:
-        config: of the run: what is saved, and compared with that of a checkpoint.
+        config: of the run, the whole of it: it is saved, and compared with that of a checkpoint.
         parts: whose states are kept beside the weights.
         tensors: streams the full HF tensors, for exports. Collective.
         note: told what the user should know, line by line.
@@ -61,6 +61,8 @@ class RunCheckpoints:
         self.config, self.actor, self.reference, self.parts = config, actor, reference, dict(parts)
         self.settings, self.groups = config.checkpoint, actor.model.groups
         self.hf_folder = hf_folder_of(config.model.path)
+        exports = bool(self.settings.hf_every)
+        self._export_dtype = export_dtype(config.export.dtype, self.hf_folder) if exports else None
         self._tensors, self._note = tensors, note
         retention = Retention(
             self.settings.keep_last,
@@ -79,7 +81,7 @@ class RunCheckpoints:
         self._reference_weights: Mapping | None = None
         self._captured: dict[str, Snapshot] = {}  # of the parts, as they were at the end of the step
         self._saved_step: int | None = None  # of the newest good checkpoint
-        self._retry = False
+        self._retry, self._last_error = False, ""
 
     # ---- resume
 
@@ -201,6 +203,13 @@ class RunCheckpoints:
         if self._retry:
             self.save_now(state)
 
+    def describe_loss(self) -> str | None:
+        """Say since when nothing was saved, where the last save has failed."""
+        if not self._retry:
+            return None
+        since = "" if self._saved_step is None else f" since step {self._saved_step}"
+        return f"nothing was saved{since}: {self._last_error}"
+
     def finish(self) -> None:
         """Wait for a save that is being written, and for the removal of retired checkpoints. Collective
         over all ranks.
@@ -240,15 +249,11 @@ class RunCheckpoints:
         """
         if not (self.settings.hf_every and step % self.settings.hf_every == 0):
             return dict, lambda folder: self._copy_hf_files(folder / "hf_files")
-        dtype = export_dtype(self.config.export.dtype, self.hf_folder)
+        staging, dtype = self.manager.collector.staging, self._export_dtype
 
         def collect() -> Mapping[str, FileContents]:
             return collect_share(
-                self._tensors(),
-                self.manager.collector.staging,
-                self.groups.rank,
-                self.groups.world_size,
-                dtype=dtype,
+                self._tensors(), staging, self.groups.rank, self.groups.world_size, dtype=dtype
             )
 
         def copy_files(folder: Path) -> None:
@@ -284,7 +289,7 @@ class RunCheckpoints:
         )
 
     def _failed(self, error: SaveError) -> None:
-        self._retry = True
+        self._retry, self._last_error = True, str(error)
         kept = self.manager.candidates()
         last = f"; the newest checkpoint is {kept[0]}" if kept else "; there is no older checkpoint"
         self._note(f"warning: checkpoint not saved: {error}{last}; tried again after the next step")

@@ -2,7 +2,9 @@
 generation config.
 """
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,7 +59,13 @@ def copy_hf_files(
     Args:
         tokenizer: the folder that the tokenizer is taken from; None: `source`.
         dtype: what the config says that the weights are; None: what it says already.
+
+    Raises:
+        FileNotFoundError: a folder has no config.json, or is gone: nothing could load the weights.
     """
+    for needed in (Path(source) / "config.json", Path(tokenizer or source)):
+        if not needed.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(needed))
     target = Path(target)
     target.mkdir(parents=True, exist_ok=True)
     for folder, patterns in ((source, MODEL_PATTERNS), (tokenizer or source, TOKENIZER_PATTERNS)):
@@ -78,6 +86,11 @@ def set_config_dtype(folder: Path, dtype: torch.dtype) -> None:
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
+def staging_folder(target: Path) -> Path:
+    """Return where an HF folder is written before it appears as `target`."""
+    return target.with_name(target.name + ".partial")
+
+
 def write_hf_folder(
     tensors: Iterable[tuple[str, torch.Tensor]],
     source: str | Path,
@@ -87,7 +100,8 @@ def write_hf_folder(
 ) -> None:
     """Write full HF tensors as safetensors files of at most 5 GiB, with the config and tokenizer beside them.
 
-    The folder appears complete or not at all: it is written beside its place and moved there by a rename.
+    The folder appears complete or not at all: it is written beside its place, as `staging_folder` says, and
+    moved there by a rename.
 
     Args:
         tensors: name and full tensor; valid until the next one is taken.
@@ -96,7 +110,7 @@ def write_hf_folder(
         tokenizer: see `copy_hf_files`.
     """
     target = Path(target)
-    staging = target.with_name(target.name + ".partial")
+    staging = staging_folder(target)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     files: list[list[str]] = []

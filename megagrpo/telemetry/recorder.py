@@ -49,8 +49,14 @@ class NullRecorder:
     def completions(self, step: int, samples: Callable[[], Samples]) -> None:
         """Keep a few of the step's completions, where they are due."""
 
-    def finish(self, wall_seconds: float, peak_rss_bytes: Sequence[int]) -> None:
-        """Write `summary.json`, say where the results are, close everything."""
+    def finish(self, wall_seconds: float, peak_rss_bytes: Sequence[int], loss: str | None = None) -> None:
+        """Write `summary.json`, say where the results are, close everything.
+
+        Args:
+            wall_seconds: of the whole run so far.
+            peak_rss_bytes: largest resident memory of each rank, in rank order.
+            loss: what the run came to and could not keep.
+        """
 
 
 class Recorder(NullRecorder):
@@ -144,7 +150,7 @@ class Recorder(NullRecorder):
             self._failing.discard(what)
             self.note(f"{what} can be written again")
 
-    def finish(self, wall_seconds: float, peak_rss_bytes: Sequence[int]) -> None:
+    def finish(self, wall_seconds: float, peak_rss_bytes: Sequence[int], loss: str | None = None) -> None:
         """See NullRecorder."""
         for name, writer in self._writers.items():
             self._patiently(name, writer.close)
@@ -153,5 +159,7 @@ class Recorder(NullRecorder):
             self._run_dir, build_summary(rows, wall_seconds=wall_seconds, peak_rss_bytes=peak_rss_bytes)
         )
         self.note(f"done: results in {self._run_dir}, summary in {path}")
+        if loss is not None:
+            self.note(f"warning: {loss}")
         assert self._progress is not None
         self._progress.close()

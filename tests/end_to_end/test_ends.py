@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
 from small_runs import QUICKSTART, SMALL
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
@@ -55,3 +57,53 @@ def test_a_gap_that_ends_the_run_changes_no_checkpoint(run_alone, tmp_path):
     code, output = run_alone("run.steps=3", "checkpoint.every=50", "rollout.logprob_gap.stop_above=1e-12")
     assert code == 2 and "step 3: engine and actor log-probs differ by up to" in output
     assert saved_steps(tmp_path / "run") == [1, 2]
+
+
+def test_a_run_that_could_not_save_says_since_when_and_does_not_end_well(run_alone, tmp_path):
+    """A file where the folder of checkpoints belongs, from the first score of a second run on."""
+    (tmp_path / "user.py").write_text(
+        "from pathlib import Path\n"
+        "def reward(prompts, completions):\n"
+        f"    folder = Path({str(tmp_path / 'run' / 'checkpoints')!r})\n"
+        "    if (folder / 'latest').exists():\n"
+        "        folder.rename(folder.with_name('moved'))\n"
+        "        folder.touch()\n"
+        "    return [float(index % 2) for index in range(len(completions))]\n"
+    )
+    options = [f"rewards.functions.0.name={tmp_path / 'user.py'}:reward", "checkpoint.every=1"]
+    code, output = run_alone(*options, "run.steps=1")
+    assert code == 0, output
+    code, output = run_alone(*options, "run.steps=3")
+    assert code == 2, output
+    assert output.rstrip().splitlines()[-1].startswith("nothing was saved since step 1: ")
+    assert "warning: nothing was saved since step 1: " in (tmp_path / "run" / "log.txt").read_text()
+    assert (tmp_path / "run" / "hf" / "config.json").exists()  # what was trained is not lost
+    assert saved_steps(tmp_path / "run") == []
+
+
+def test_a_model_folder_that_disappears_is_told_and_the_weights_are_kept(run_alone, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree("examples/quickstart/model", model)
+    (tmp_path / "user.py").write_text(
+        "import shutil\n"
+        "def reward(prompts, completions):\n"
+        f"    shutil.rmtree({str(model)!r}, ignore_errors=True)\n"
+        "    return [float(index % 2) for index in range(len(completions))]\n"
+    )
+    code, output = run_alone(
+        f"rewards.functions.0.name={tmp_path / 'user.py'}:reward", f"model.path={model}", "run.steps=1"
+    )
+    assert code == 2 and f"{model / 'config.json'} is gone" in output, output
+    assert not (tmp_path / "run" / "hf").exists()
+    assert load_file(tmp_path / "run" / "hf.partial" / "model.safetensors")
+
+
+def test_more_steps_after_the_end_change_no_completions_of_the_old_last_step(run_alone, tmp_path):
+    code, output = run_alone("run.steps=2", "checkpoint.every=5", "run.export_hf=false")
+    assert code == 0, output
+    path = tmp_path / "run" / "completions" / "step_000002.jsonl"
+    before = path.read_bytes()
+    code, output = run_alone("run.steps=3", "checkpoint.every=5", "run.export_hf=false")
+    assert code == 0 and "resumed after step 2" in output
+    assert path.read_bytes() == before
+    assert path.with_name("step_000003.jsonl").exists()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 
 import pytest
@@ -155,6 +156,17 @@ def test_the_tokenizer_is_the_runs_and_folders_are_left_where_they_are(tmp_path)
     copy_hf_files(tmp_path / "model", tmp_path / "target", tokenizer=tmp_path / "other")
     assert (tmp_path / "target" / "tokenizer.json").read_text() == "the run's"
     assert {path.name for path in (tmp_path / "target").iterdir()} == {"config.json", "tokenizer.json"}
+
+
+@pytest.mark.parametrize("gone", ["model", "tokenizer"])
+def test_files_of_a_folder_that_is_gone_are_not_left_out_in_silence(tmp_path, gone):
+    for name in ("model", "tokenizer"):
+        (tmp_path / name).mkdir()
+        folder_of(tmp_path / name)
+    shutil.rmtree(tmp_path / gone)
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / gone)):
+        copy_hf_files(tmp_path / "model", tmp_path / "target", tokenizer=tmp_path / "tokenizer")
+    assert not (tmp_path / "target").exists()
 
 
 def test_our_files_are_read_by_the_library_as_its_own(tmp_path):
