@@ -11,8 +11,6 @@ from megagrpo.config.schema import Config
 from megagrpo.parallel.alignment import token_alignment
 from megagrpo.parallel.layout import ParallelLayout, build_layout
 from megagrpo.planning.file_checks import read_hf_config
-from megagrpo.rollout.prompts import load_prompts
-from megagrpo.rollout.tokenisation import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,10 @@ def format_prompts(config: Config) -> str:
     Raises:
         UserError: a row, the tokenizer or a chat template that the run would stop at.
     """
+    # with torch and transformers, which the arithmetic needs none of
+    from megagrpo.rollout.prompts import load_prompts
+    from megagrpo.rollout.tokenisation import load_tokenizer
+
     context = (read_hf_config(config.model.path) or {}).get("max_position_embeddings")
     lines: list[str] = []
     load_prompts(config, load_tokenizer(config), context if isinstance(context, int) else None, lines.append)
