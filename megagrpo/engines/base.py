@@ -13,8 +13,9 @@ import torch
 
 from megagrpo.device.device import has_cuda
 from megagrpo.device.memory import return_cached_memory
+from megagrpo.errors import UserError
 from megagrpo.parallel.groups import all_reduce_flag
-from megagrpo.registry import Registry
+from megagrpo.registry import Registry, require_call
 from megagrpo.types import Completion, Prompt, SamplingParams
 
 OnGroup = Callable[[int, list[Completion]], None]
@@ -202,4 +203,13 @@ class EngineFactory(Protocol):
         """Return the engine."""
 
 
-ENGINES: Registry[EngineFactory] = Registry("engine")
+def _read_engine(attribute: Any) -> EngineFactory:
+    is_embedded = getattr(attribute, "is_embedded", None)
+    if not isinstance(is_embedded, bool):
+        raise UserError("it has no is_embedded, True where it lives in the ranks, False for servers")
+    options = ["tokenizer", "device", "dtype", *(() if is_embedded else ("address", "log_file"))]
+    require_call(attribute, ["model_folder", "config"], options)
+    return attribute
+
+
+ENGINES: Registry[EngineFactory] = Registry("engine", _read_engine)

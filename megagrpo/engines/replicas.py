@@ -28,7 +28,7 @@ def owner_of_replica(replica: int, world_size: int, num_replicas: int) -> int:
 
 def replicas_of_ranks(config: Config, world_size: int) -> list[int]:
     """Return the replica that each rank generates through; an embedded engine is every rank's own."""
-    if ENGINES.get(config.engine.name).is_embedded:
+    if ENGINES.find(config.engine.name).is_embedded:
         return list(range(world_size))
     return [
         replica_of_rank(rank, world_size, config.engine.server.num_replicas) for rank in range(world_size)
@@ -53,14 +53,15 @@ def build_rollout_engine(
         UserError: on all ranks alike: a server doesn't start, isn't there, has another model than the one
             that is wanted, or can't be reached from a rank's host.
     """
-    factory = ENGINES.get(config.engine.name)
+    factory = ENGINES.find(config.engine.name)
     options = {"tokenizer": tokenizer, "device": device, "dtype": dtype}
     if factory.is_embedded:
         return factory(hf_folder, config.engine, **options)
     num_replicas = config.engine.server.num_replicas
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
     owner = owner_of_replica(replica, groups.world_size, num_replicas)
-    log_file = Path(config.run.dir) / "engines" / f"{config.engine.name}_{replica}.log"
+    name = config.engine.name.rpartition(":")[2]  # of FILE.py:NAME
+    log_file = Path(config.run.dir) / "engines" / f"{name}_{replica}.log"
     given = config.engine.server.addresses[replica] if config.engine.server.addresses else None
     engine, address, problem = None, None, None
     if groups.rank == owner:

@@ -38,7 +38,7 @@ def verify_components(config: Config) -> None:
     problems += _check_off_policy(config)
     problems += _check_family(config)
     try:
-        ENGINES.get(config.engine.name)
+        ENGINES.find(config.engine.name)
         if config.engine.name in PACKAGES and not config.engine.given_addresses:
             find_python(config.engine.server.python, PACKAGES[config.engine.name])
     except UserError as error:

@@ -7,8 +7,6 @@ from urllib.parse import urlsplit
 from megagrpo.config.engine import FP8_BLOCK, PROBE_PROMPT_TOKENS, ServerConfig, WeightsConfig
 from megagrpo.config.schema import Config
 
-EMBEDDED_ENGINES = ("transformers",)  # they live in the ranks
-
 
 def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong, one line each."""

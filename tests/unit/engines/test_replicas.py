@@ -2,7 +2,16 @@
 
 import pytest
 
-from megagrpo.engines.replicas import owner_of_replica, replica_of_rank
+from megagrpo.config.load import load_config
+from megagrpo.engines import replicas
+from megagrpo.engines.replicas import (
+    build_rollout_engine,
+    owner_of_replica,
+    replica_of_rank,
+    replicas_of_ranks,
+)
+from megagrpo.errors import ConfigError
+from megagrpo.planning.components import verify_components
 
 
 @pytest.mark.parametrize("world_size", range(1, 13))
@@ -15,3 +24,73 @@ def test_the_owner_of_a_replica_is_the_first_of_its_ranks_and_shares_are_equal_u
         assert [owner_of_replica(replica, world_size, num_replicas) for replica in range(num_replicas)] == [
             replicas.index(replica) for replica in range(num_replicas)
         ]
+
+
+OWN_ENGINES = """
+class InRanks:
+    is_embedded = True
+
+    def __init__(self, model_folder, config, *, tokenizer, device, dtype, load_weights=True):
+        self.built_with = (model_folder, config.name, tokenizer)
+
+class InServers:
+    is_embedded = False
+
+    def __init__(self, model_folder, config, *, tokenizer, device, dtype, address, log_file):
+        self.address, self.log_file = "http://here:1", log_file
+
+    def check_model(self): ...
+
+class Forgetful:
+    def __init__(self, model_folder, config): ...
+
+class Deaf:
+    is_embedded = True
+
+    def __init__(self, model_folder): ...
+"""
+
+
+@pytest.fixture
+def config_with(tmp_path):
+    """A function (class name) -> a configuration whose engine is that class of a user's file."""
+    (tmp_path / "engines_of_mine.py").write_text(OWN_ENGINES)
+    return lambda name: load_config(
+        "examples/quickstart/quickstart.yaml", [f"engine={{name: '{tmp_path}/engines_of_mine.py:{name}'}}"]
+    )
+
+
+class OneRank:
+    rank, world_size = 0, 1
+
+
+def test_an_engine_of_the_users_own_is_built_where_the_configuration_names_it(
+    config_with, monkeypatch, tmp_path
+):
+    config = config_with("InRanks")
+    verify_components(config)
+    assert replicas_of_ranks(config, 3) == [0, 1, 2]
+    engine = build_rollout_engine(config, OneRank(), "folder", "tokenizer", "cpu", "float32")
+    assert engine.built_with == ("folder", config.engine.name, "tokenizer")
+
+    config = config_with("InServers")
+    verify_components(config)
+    assert replicas_of_ranks(config, 3) == [0, 0, 0]
+    monkeypatch.setattr(replicas, "all_gather_metadata", lambda value: [value])
+    engine = build_rollout_engine(config, OneRank(), "folder", "tokenizer", "cpu", "float32")
+    assert engine.log_file.parts[-2:] == ("engines", "InServers_0.log")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Forgetful", "it has no is_embedded"),
+        ("Deaf", "it is called with .model_folder, config, tokenizer=, device=, dtype=. and takes"),
+        ("InRank", "has no 'InRank'; did you mean InRanks?"),
+    ],
+)
+def test_what_is_no_engine_is_told_before_the_launch(config_with, name, reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
+        verify_components(config_with(name))
+    (line,) = caught.value.problems
+    assert line.startswith("engine.name: ") and "\n" not in line
