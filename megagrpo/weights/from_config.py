@@ -20,6 +20,7 @@ from megagrpo.models.stage import StageModel
 from megagrpo.parallel.groups import all_gather_metadata
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder
+from megagrpo.weights.context import PublishContext
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.local_publisher import LocalPublisher
 from megagrpo.weights.plan.publish_plan import PublishPlan
@@ -31,8 +32,9 @@ from megagrpo.weights.read.block_fp8 import quantize_sources
 from megagrpo.weights.read.quantizing_reader import QuantizingReader
 from megagrpo.weights.read.slice_reader import SliceReader
 from megagrpo.weights.remote_publisher import RemotePublisher
-from megagrpo.weights.transports.base import SLOTS, Transport, TransportContext
-from megagrpo.weights.transports.delta import DeltaTransport
+from megagrpo.weights.selection.changes import Changes
+from megagrpo.weights.selection.everything import Everything
+from megagrpo.weights.transports.base import SLOTS, Transport
 from megagrpo.weights.transports.disk import DiskTransport
 from megagrpo.weights.transports.group import GroupTransport
 from megagrpo.weights.transports.ipc import IpcTransport
@@ -109,7 +111,6 @@ def build_transport(
     bucket_bytes: int,
     timeout_seconds: float,
     folder: Path | None = None,
-    delta: bool = False,
     quantize: bool = False,
 ) -> Transport:
     """Plan a model's way to the engines and return what carries it out. Collective over all ranks.
@@ -120,7 +121,6 @@ def build_transport(
         dtype: of the weights in the engines.
         bucket_bytes: a rank's memory stays within two of these, but for a fused parameter that is larger.
         folder: of `disk`.
-        delta: send only what changed.
         quantize: send linear layers and experts as blockwise float8; of layout `full`.
     """
     groups, hf = model.groups, model.hf
@@ -134,15 +134,13 @@ def build_transport(
     gathered = all_gather_metadata((token, digest))
     assert len({digest for _, digest in gathered}) == 1, f"ranks planned differently: {gathered}"
     reader = (QuantizingReader if quantize else SliceReader)(model, plan, groups.rank)
-    context = TransportContext(
+    context = PublishContext(
         plan, reader, groups.rank, groups.world_size, tuple(owners), dtype, timeout_seconds, gathered[0][0]
     )
     if kind is DiskTransport:
         assert folder is not None
-        transport: Transport = DiskTransport(context, folder)
-    else:
-        transport = kind(context)
-    return DeltaTransport(transport) if delta else transport
+        return DiskTransport(context, folder)
+    return kind(context)
 
 
 def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, engine: Engine) -> Publisher:
@@ -181,7 +179,6 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
             weights.bucket_bytes,
             timeout,
             folder,
-            weights.delta,
             quantize,
         )
 
@@ -193,5 +190,12 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
         transport(replace(grid, layout="sharded")) if weights.layout != "full" and not quantize else None
     )
     return RemotePublisher(
-        exporter, server, replica, transport(grid), probe, sharded, weights.layout == "sharded"
+        exporter,
+        server,
+        replica,
+        transport(grid),
+        Changes if weights.delta else Everything,
+        probe,
+        sharded,
+        weights.layout == "sharded",
     )

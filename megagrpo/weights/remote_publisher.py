@@ -1,7 +1,7 @@
 """Publishing to engines in processes of their own: buckets of slices, acknowledged one by one, as one
 transaction.
 
-    begin - for each bucket: write slices - checksums - hand over (while the next one is written) -
+    begin - for each bucket: select - write - checksums - hand over (while the next one is written) -
     acknowledged - complete - probe - serve
 
 Before every next step all ranks know that the last one went well on all of them: a failure ends the publish
@@ -17,19 +17,23 @@ from megagrpo.engines.base import EngineError
 from megagrpo.engines.bucket_engine import BucketEngine
 from megagrpo.engines.server.http_client import EngineUnreachable
 from megagrpo.weights.acknowledgements import describe_difference
+from megagrpo.weights.context import PublishContext
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.publisher import Publisher, PublishError, PublishStats, Stages, agree
+from megagrpo.weights.selection.base import Selection
+from megagrpo.weights.selection.everything import Everything
 from megagrpo.weights.transports.base import SLOTS, Transport
 
 
 class RemotePublisher(Publisher):
-    """Publishes through a transport.
+    """Publishes what a selection chooses through a transport.
 
     Args:
         exporter: of the same model, for exports.
         engine: this rank's view of its replica.
         replica: its number.
         transport: how weights get there.
+        select: makes the selection, what of them is sent, of a transport's plan.
         sharded: the same in layout `sharded`, where `transport` is `full`: taken from the second publish on
             if the first one shows that it would bring the engine's loader's result, bit for bit.
         requires_sharded: raise where it would not; else `full` stays, with a note and a count.
@@ -43,6 +47,7 @@ class RemotePublisher(Publisher):
         engine: BucketEngine,
         replica: int,
         transport: Transport,
+        select: Callable[[PublishContext], Selection] = Everything,
         probe: Callable[[int, Collection[int]], dict[str, float]] | None = None,
         sharded: Transport | None = None,
         requires_sharded: bool = False,
@@ -55,6 +60,7 @@ class RemotePublisher(Publisher):
             probe,
         )
         self._sharded, self._requires_sharded = sharded, requires_sharded
+        self._select, self.selection = select, select(transport.context)
         self._fallbacks = 0
 
     def publish(self, version: int, replicas: Collection[int] | None = None) -> PublishStats:
@@ -66,6 +72,7 @@ class RemotePublisher(Publisher):
                 stats = self._transfer(version, chosen, hand_over)
             notes = self._try_sharded(version, chosen) if self._sharded else ()
         except BaseException:
+            self.selection.abort()
             if self.replica in chosen:
                 # a dead engine can't be told, and is empty when it is started anew
                 with suppress(EngineError):
@@ -88,12 +95,14 @@ class RemotePublisher(Publisher):
         try:
             is_asked = self.engine.is_owner and self.replica in chosen
             kept = agree(lambda: self._own_checksums() if is_asked else None, what)[candidate.rank]
+            everything = Everything(candidate.context)
+            everything.open(chosen)
             agree(lambda: candidate.open(version, chosen), what)
             agree(candidate.attach, what)
             expected: dict[tuple[int, str], str] = {}
-            for bucket, layout in enumerate(candidate.layouts):
-                agree(lambda bucket=bucket: candidate.write(bucket, 0), what)
-                for part in agree(lambda bucket=bucket: candidate.checksums(bucket, 0), what):
+            for bucket, layout in enumerate(candidate.context.layouts):
+                agree(lambda bucket=bucket: candidate.write(everything.select(bucket), 0), what)
+                for part in agree(lambda: candidate.checksums(0), what):
                     for (replica, number), checksum in part.items():
                         if replica == self.replica:
                             expected[
@@ -106,7 +115,7 @@ class RemotePublisher(Publisher):
         self._sharded = None
         if not problems:
             self.transport.end()
-            self.transport = candidate
+            self.transport, self.selection = candidate, self._select(candidate.context)
             return [f"{what}: equal to what the engine's loader made, bit for bit; used from now on"]
         if self._requires_sharded:
             raise PublishError(f"weights.layout: sharded: {problems[0]}")
@@ -125,25 +134,21 @@ class RemotePublisher(Publisher):
             slot = bucket % SLOTS
             with stages.stage("write"):
                 agree(
-                    lambda bucket=bucket, slot=slot: transport.write(bucket, slot),
+                    lambda bucket=bucket, slot=slot: transport.write(self.selection.select(bucket), slot),
                     f"weight version {version}: bucket {bucket}",
                 )
             with stages.stage("checksum_and_wait"):
                 # The other slot is free once the bucket before is acknowledged; all ranks must know before
                 # they write there.
-                def check(
-                    bucket: int = bucket, slot: int = slot, pending: Future[int] | None = pending
-                ) -> tuple[dict, int]:
-                    return transport.checksums(bucket, slot), self._finish(pending)
+                def check(slot: int = slot, pending: Future[int] | None = pending) -> tuple[dict, int]:
+                    return transport.checksums(slot), self._finish(pending)
 
                 found = agree(check, f"weight version {version}")
                 acknowledged += sum(count for _, count in found)
             checksums = {key: checksum for part, _ in found for key, checksum in part.items()}
-            transport.deliver(bucket, slot)
+            transport.deliver(slot)
             pending = (
-                hand_over.submit(self._hand_over, version, bucket, slot, checksums, stages)
-                if takes_part
-                else None
+                hand_over.submit(self._hand_over, bucket, slot, checksums, stages) if takes_part else None
             )
         with stages.stage("checksum_and_wait"):
             acknowledged += sum(agree(lambda: self._finish(pending), f"weight version {version}"))
@@ -154,6 +159,7 @@ class RemotePublisher(Publisher):
         with stages.stage("serve"):
             self._owners_first(self.engine.serve_update, version, takes_part, "serve")
         transport.committed(version)
+        self.selection.commit(version)
         return self._sum_up(version, len(chosen), acknowledged, stages, probed)
 
     def _owners_first(self, step: Callable[[int], None], version: int, takes_part: bool, what: str) -> None:
@@ -186,7 +192,7 @@ class RemotePublisher(Publisher):
         """Return the version that all chosen engines hold, if changes to it are known; None: they get
         everything. Collective then.
         """
-        base = self.transport.base_version
+        base = self.selection.base_version
         if base is None:
             return None
         held = agree(
@@ -198,20 +204,21 @@ class RemotePublisher(Publisher):
     def _begin(self, version: int, chosen: list[int], base_version: int | None) -> None:
         if self.replica in chosen:
             self.engine.begin_update(version)
-        self.transport.open(version, chosen, base_version)
+        self.selection.open(chosen, base_version)
+        self.transport.open(version, chosen)
 
     def _hand_over(
-        self, version: int, bucket: int, slot: int, checksums: dict[tuple[int, int], str], stages: Stages
+        self, bucket: int, slot: int, checksums: dict[tuple[int, int], str], stages: Stages
     ) -> int:
         """Give a complete bucket to this rank's engine, while the next is written; return the bytes that
         its ranks acknowledged.
         """
-        layout = self.transport.layouts[bucket]
+        layout = self.transport.context.layouts[bucket]
         own = [checksums[self.replica, number] for number in range(len(layout.tensors))]
+        manifest = self.transport.manifest(slot, self.replica, own)
         if not self.engine.is_owner:
-            self.engine.receive(self.transport.describe(version, bucket, own, {}))
+            self.engine.receive(manifest)
             return 0
-        manifest = self.transport.manifest(version, bucket, slot, self.replica, own)
         with stages.stage("load"):
             acks = self.engine.receive(manifest)
         return sum(ack["bytes"] for ack in acks)

@@ -34,6 +34,7 @@ class BucketLayout:
 
     Attributes:
         tensors: in order, destination by destination.
+        numbers: of the tensors in that order, by destination and position in its list.
         nbytes: of all of it.
     """
 
@@ -47,8 +48,10 @@ class BucketLayout:
                 self.tensors.append(PlacedTensor(destination, position, targets[position], offset, nbytes))
                 offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.nbytes = offset
-        self._by_place = {(tensor.destination, tensor.position): tensor for tensor in self.tensors}
+        self.numbers = {
+            (tensor.destination, tensor.position): number for number, tensor in enumerate(self.tensors)
+        }
 
     def find(self, destination: int, position: int) -> PlacedTensor:
         """Return the parameter at a position of a destination's list."""
-        return self._by_place[destination, position]
+        return self.tensors[self.numbers[destination, position]]

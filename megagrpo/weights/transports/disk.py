@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from megagrpo.models.safetensors_file import safetensors_header
-from megagrpo.weights.transports.base import SLOTS, TransportContext
+from megagrpo.weights.context import PublishContext
+from megagrpo.weights.transports.base import SLOTS
 from megagrpo.weights.transports.gathering import GatheringTransport
 from megagrpo.wire.manifest import BucketManifest, TensorEntry
 
@@ -21,39 +22,38 @@ class DiskTransport(GatheringTransport):
 
     name: ClassVar[str] = "disk"
 
-    def __init__(self, context: TransportContext, folder: Path):
+    def __init__(self, context: PublishContext, folder: Path):
         super().__init__(context)
         self.folder = folder
 
-    def make_slot(self, replica: int, slot: int) -> torch.Tensor:
+    def close(self) -> None:
+        """Remove the files."""
+        for replica in self._own_replicas:
+            for slot in range(SLOTS):
+                self._file(replica, slot).unlink(missing_ok=True)
+                self._file(replica, slot).with_suffix(".partial").unlink(missing_ok=True)
+        super().close()
+
+    def _make_slot(self, replica: int, slot: int) -> torch.Tensor:
         """Return plain memory; the file comes with the manifest."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return torch.zeros(self.slot_bytes, dtype=torch.uint8)
+        return torch.zeros(self.context.slot_bytes, dtype=torch.uint8)
 
-    def location(self, replica: int, slot: int) -> dict[str, Any]:
-        """Return the file's path."""
+    def _location(self, slot: int, replica: int) -> dict[str, Any]:
         return {"path": str(self._file(replica, slot).resolve())}
 
-    def hand_out(self, described: BucketManifest, bucket: int, slot: int, replica: int) -> BucketManifest:
+    def _hand_out(self, described: BucketManifest, slot: int, replica: int) -> BucketManifest:
         """Write the file; offsets count from its first byte."""
         header, entries = lay_out_safetensors(described.tensors)
         target = self._file(replica, slot)
         partial = target.with_suffix(".partial")
-        memory = self.memory[replica, slot].numpy()
+        memory = self._memory[replica, slot].numpy()
         with open(partial, "wb") as file:
             file.write(header)
             for entry in described.tensors:
                 file.write(memory[entry.offset : entry.offset + entry.nbytes].data)
         partial.rename(target)
         return replace(described, tensors=entries)
-
-    def close(self) -> None:
-        """Remove the files."""
-        for replica in self.own_replicas:
-            for slot in range(SLOTS):
-                self._file(replica, slot).unlink(missing_ok=True)
-                self._file(replica, slot).with_suffix(".partial").unlink(missing_ok=True)
-        super().close()
 
     def _file(self, replica: int, slot: int) -> Path:
         return self.folder / f"bucket_{self.context.token}_r{replica}_{slot}.safetensors"

@@ -15,31 +15,28 @@ import torch.distributed as dist
 
 from megagrpo.weights.plan.boxes import sizes
 from megagrpo.weights.plan.publish_plan import Transfer
-from megagrpo.weights.transports.base import SLOTS, Run, Transport
+from megagrpo.weights.selection.selected import SelectedBlocks, SelectedBucket
+from megagrpo.weights.transports.base import SLOTS
+from megagrpo.weights.transports.slots import SlotTransport
 
 _MESSAGE_ALIGNMENT = 16  # bytes
 
 
-class GatheringTransport(Transport):
+class GatheringTransport(SlotTransport):
     """Point-to-point re-sharding to the replicas' owners."""
 
     buckets_alive: ClassVar[int] = SLOTS + 2  # two slots, and the messages of a round
 
-    def attach(self) -> None:
-        """Do nothing: no other rank's memory is reached."""
-
-    def write_slices(self, bucket: int, slot: int) -> None:
+    def _write_slices(self, bucket: SelectedBucket, slot: int) -> None:
         """Send slices to their owners and lay out those that come. Collective over all ranks.
 
         In rounds, each rank sends to one owner at a time, and neighbouring ranks to different ones: no owner
         is crowded, and the messages of a round are at most a bucket each way.
         """
-        self.clear_padding(bucket, slot)
-        outgoing, incoming = self._by_owner(self.sends(bucket)), self._incoming(bucket)
-        self.stats.planned_bytes += sum(self.plan.transfer_bytes(transfer) for transfer in self.sends(bucket))
+        self._clear_padding(bucket.number, slot)
+        outgoing, incoming = self._by_owner(bucket.sends), self._incoming(bucket)
         for transfer in outgoing.get(self.rank, []):
-            self.put_own(bucket, slot, transfer)
-            self.stats.written_bytes += self.plan.transfer_bytes(transfer)
+            self._put_own(bucket.number, slot, transfer)
         for owner, senders in self._rounds(incoming):
             transfers = outgoing.get(owner, []) if owner != self.rank else []
             arriving = {
@@ -47,33 +44,30 @@ class GatheringTransport(Transport):
             }
             self._exchange(owner, self._pack(transfers), arriving)
             for sender, message in arriving.items():
-                self._unpack(bucket, slot, incoming[sender], message)
-            self.stats.written_bytes += sum(self.plan.transfer_bytes(transfer) for transfer in transfers)
+                self._unpack(bucket.number, slot, incoming[sender], message)
 
-    def carry(
-        self, bucket: int, slot: int, runs: Sequence[Sequence[Run]], blocks: Sequence[torch.Tensor]
-    ) -> None:
+    def _write_blocks(self, blocks: SelectedBlocks, slot: int) -> None:
         """Send blocks to their owners, in rounds too, and lay out those that come. Collective over all
         ranks.
         """
-        owner_of = self.context.owners
+        owner_of, runs = self.context.owners, blocks.runs
         incoming = {
             sender: [run for run in sent if owner_of[run.replica] == self.rank]
             for sender, sent in enumerate(runs)
         }
         own = [
             (run, tensor)
-            for run, tensor in zip(runs[self.rank], blocks, strict=True)
+            for run, tensor in zip(runs[self.rank], blocks.blocks, strict=True)
             if owner_of[run.replica] == self.rank
         ]
-        self.put_runs(slot, [run for run, _ in own], [tensor for _, tensor in own])
+        self._put_runs(slot, [run for run, _ in own], [tensor for _, tensor in own])
         for owner, senders in self._rounds(
             {sender: coming for sender, coming in incoming.items() if coming and sender != self.rank}
         ):
             is_mine = owner == self.rank
             parts = [
                 part
-                for run, part in zip(runs[self.rank], blocks, strict=True)
+                for run, part in zip(runs[self.rank], blocks.blocks, strict=True)
                 if owner_of[run.replica] == owner and not is_mine
             ]
             message = torch.cat([self._empty(0), *(part.reshape(-1).view(torch.uint8) for part in parts)])
@@ -82,7 +76,7 @@ class GatheringTransport(Transport):
             }
             self._exchange(owner, message, arriving)
             for sender, found in arriving.items():
-                self.put_runs(slot, incoming[sender], found.split([run.nbytes for run in incoming[sender]]))
+                self._put_runs(slot, incoming[sender], found.split([run.nbytes for run in incoming[sender]]))
 
     def _rounds(self, senders: Collection[int]) -> Iterator[tuple[int, list[int]]]:
         """Yield, for each round, the owner that this rank sends to and those of `senders` that send to
@@ -98,7 +92,7 @@ class GatheringTransport(Transport):
 
     def _exchange(self, owner: int, message: torch.Tensor, arriving: dict[int, torch.Tensor]) -> None:
         """Send a message to `owner`, if it is not empty, while those of other ranks arrive."""
-        self.note_peak(message.nbytes + sum(buffer.nbytes for buffer in arriving.values()))
+        self._note_peak(message.nbytes + sum(buffer.nbytes for buffer in arriving.values()))
         pending = [dist.P2POp(dist.irecv, buffer, sender) for sender, buffer in arriving.items()]
         if len(message):
             pending.append(dist.P2POp(dist.isend, message, owner))
@@ -106,13 +100,9 @@ class GatheringTransport(Transport):
             work.wait(timedelta(seconds=self.context.timeout_seconds))
         self.stats.sent_bytes += message.nbytes
 
-    def close(self) -> None:
-        """Give the slots back."""
-        self.memory.clear()
-
     # ---- messages
 
-    def _by_owner(self, transfers: list[Transfer]) -> dict[int, list[Transfer]]:
+    def _by_owner(self, transfers: Sequence[Transfer]) -> dict[int, list[Transfer]]:
         """Group transfers by the rank that they go to, in an order that both ends know."""
         found: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in sorted(
@@ -121,13 +111,13 @@ class GatheringTransport(Transport):
             found[self.context.owners[transfer.replica]].append(transfer)
         return found
 
-    def _incoming(self, bucket: int) -> dict[int, list[Transfer]]:
+    def _incoming(self, bucket: SelectedBucket) -> dict[int, list[Transfer]]:
         """Return what other ranks send to this one, by sender."""
         expected = [
             transfer
-            for replica in self.own_replicas
+            for replica in self._own_replicas
             for destination in range(self.plan.grid.destinations)
-            for transfer in self.receives(bucket, replica, destination)
+            for transfer in self._receives(bucket, replica, destination)
         ]
         senders: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in expected:
@@ -139,8 +129,7 @@ class GatheringTransport(Transport):
         }
 
     def _empty(self, nbytes: int) -> torch.Tensor:
-        device = next(iter(self.context.reader.model.chunks[0].parameters())).device
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.context.device)
 
     def _message_bytes(self, transfer: Transfer) -> int:
         """Return the bytes that a transfer takes in a message: the next one begins where any dtype may."""
@@ -167,4 +156,4 @@ class GatheringTransport(Transport):
 
     def _unpack(self, bucket: int, slot: int, transfers: list[Transfer], message: torch.Tensor) -> None:
         for transfer, elements in self._cut(transfers, message):
-            self.put(bucket, slot, transfer, transfer.place, elements.view(sizes(transfer.place)))
+            self._put(bucket, slot, transfer, transfer.place, elements.view(sizes(transfer.place)))

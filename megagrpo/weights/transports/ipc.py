@@ -18,17 +18,15 @@ class IpcTransport(GatheringTransport):
 
     name: ClassVar[str] = "ipc"
 
-    def make_slot(self, replica: int, slot: int) -> torch.Tensor:
-        """Return device memory."""
-        device = next(iter(self.context.reader.model.chunks[0].parameters())).device
-        return torch.zeros(self.slot_bytes, dtype=torch.uint8, device=device)
+    def _make_slot(self, replica: int, slot: int) -> torch.Tensor:
+        return torch.zeros(self.context.slot_bytes, dtype=torch.uint8, device=self.context.device)
 
-    def location(self, replica: int, slot: int) -> dict[str, Any]:
+    def _location(self, slot: int, replica: int) -> dict[str, Any]:
         """Return the handle. The copies that fill the slot are done first: the engine's stream does not
         know of them.
         """
         torch.cuda.synchronize()
-        memory = self.memory[replica, slot]
+        memory = self._memory[replica, slot]
         uuid = str(torch.cuda.get_device_properties(memory.device).uuid)
         return describe_handle(reduce_tensor(memory)[1], uuid)
 

@@ -76,11 +76,13 @@ def check_model(folder: Path, layout: str, groups, scratch: Path) -> None:
             )
             padding = sum(
                 placed.padding_rows * placed.target.numel // max(placed.target.shape[0], 1)
-                for bucket in publisher.transport.layouts
+                for bucket in publisher.transport.context.layouts
                 for placed in bucket.tensors
             )
             assert metrics["publish/written_bytes"] == (kept - padding * dtype.itemsize) * grid.replicas, what
-            limit = max(2 * BUCKET_BYTES, publisher.transport.buckets_alive * publisher.transport.slot_bytes)
+            limit = max(
+                2 * BUCKET_BYTES, publisher.transport.buckets_alive * publisher.transport.context.slot_bytes
+            )
             assert metrics["publish/peak_bytes"] <= limit * (grid.tp if grid.layout == "sharded" else 1), what
 
 

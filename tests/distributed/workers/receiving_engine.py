@@ -18,6 +18,8 @@ from megagrpo.weights.from_config import build_transport
 from megagrpo.weights.plan.targets import EngineGrid
 from megagrpo.weights.publisher import PublishError
 from megagrpo.weights.remote_publisher import RemotePublisher
+from megagrpo.weights.selection.changes import Changes
+from megagrpo.weights.selection.everything import Everything
 from megagrpo.wire.held_version import HeldVersion
 from megagrpo.wire.manifest import build_ack, open_tensors
 from megagrpo.wire.transfer_group import TransferGroup
@@ -116,10 +118,11 @@ def publisher_of(
     owners = [owner_of(replica, groups.world_size, grid.replicas) for replica in range(grid.replicas)]
     replica = groups.rank * grid.replicas // groups.world_size
     built = build_transport(
-        transport, model, grid, owners, dtype, BUCKET_BYTES, timeout_seconds, folder, delta, quantize
+        transport, model, grid, owners, dtype, BUCKET_BYTES, timeout_seconds, folder, quantize
     )
     engine = ReceivingEngine(owners[replica] == groups.rank, grid.tp)
-    return RemotePublisher(WeightExporter(model), engine, replica, built)
+    selection = Changes if delta else Everything
+    return RemotePublisher(WeightExporter(model), engine, replica, built, selection)
 
 
 def check_received(

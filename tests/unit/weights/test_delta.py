@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megagrpo.weights.changes import BLOCK_ELEMENTS, compare
 from megagrpo.weights.plan.boxes import slices
+from megagrpo.weights.selection.change_tracker import BLOCK_ELEMENTS, compare
 from megagrpo.wire.held_version import HeldVersion
 from megagrpo.wire.manifest import (
     BucketManifest,

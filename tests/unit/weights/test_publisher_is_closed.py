@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import torch
 
 from megagrpo.weights.remote_publisher import RemotePublisher
-from megagrpo.weights.transports.delta import DeltaTransport
 from megagrpo.weights.transports.group import GroupTransport
 
 
@@ -36,7 +35,7 @@ def sending_threads():
 
 def test_no_thread_outlives_the_publisher():
     before = len(sending_threads())
-    publisher = RemotePublisher(None, None, 0, DeltaTransport(transport()), sharded=transport())
+    publisher = RemotePublisher(None, None, 0, transport(), sharded=transport())
     assert len(sending_threads()) == before + 2
     publisher.close()
     assert len(sending_threads()) == before

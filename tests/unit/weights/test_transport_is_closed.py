@@ -12,7 +12,7 @@ class Transport:
     """Counts how often it is closed."""
 
     def __init__(self):
-        self.plan, self.closed = SimpleNamespace(grid=SimpleNamespace(replicas=1)), 0
+        self.plan, self.context, self.closed = SimpleNamespace(grid=SimpleNamespace(replicas=1)), None, 0
 
     def close(self):
         self.closed += 1

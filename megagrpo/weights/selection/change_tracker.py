@@ -7,17 +7,14 @@ is sent whole if one bit of it differs.
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from megagrpo.weights.context import PublishContext
 from megagrpo.weights.plan.boxes import Box, sizes
 from megagrpo.weights.plan.publish_plan import Transfer
 from megagrpo.wire.manifest import Patch
-
-if TYPE_CHECKING:
-    from megagrpo.weights.transports.base import TransportContext
 
 # a bit in the manifest stands for 64 elements: at most 1 / 1024 of bfloat16 weights' bytes
 BLOCK_ELEMENTS = 64
@@ -35,10 +32,10 @@ class Change:
     blocks: torch.Tensor  # [blocks that changed, length]
 
 
-class DeltaTracker:
+class ChangeTracker:
     """Remembers slices and finds the blocks that differ from them."""
 
-    def __init__(self, context: "TransportContext"):
+    def __init__(self, context: PublishContext):
         self.context, self.reader = context, context.reader
         self.version: int | None = None  # that all slices were published as; None: none were, or not all
         self._published: dict[tuple[str, Box], list[torch.Tensor]] = {}
