@@ -11,6 +11,7 @@ import typer
 
 from megagrpo.checkpoint.convert_command import Direction
 from megagrpo.checkpoint.convert_command import convert as convert_checkpoint
+from megagrpo.config.dashed_overrides import refuse_dashed_overrides
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.launch import Launch
@@ -30,6 +31,7 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line; a mistake of the user's is printed in plain lines and leaves with code 2."""
     try:
+        refuse_dashed_overrides(sys.argv[1:])
         app()
     except UserError as error:
         print(redact(str(error)), file=sys.stderr)

@@ -13,6 +13,7 @@ from megagrpo.checkpoint.state import Stateful, StateOfNumbers, StateOfRanks
 from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
+from megagrpo.device.launch import describe_crowding
 from megagrpo.engines.base import asleep
 from megagrpo.errors import UserError
 from megagrpo.evaluation.evaluator import Evaluator
@@ -45,6 +46,8 @@ def run_training(config: Config, device: torch.device, supervisor: Supervisor | 
         if is_first
         else NullRecorder()
     )
+    if crowding := describe_crowding(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        recorder.note(crowding)
     timers = PhaseTimers(on_enter=[supervisor.enter, recorder.phase], on_leave=[supervisor.leave])
     with supervisor.phase("start"):
         session = build_session(

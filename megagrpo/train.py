@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megagrpo.config.dashed_overrides import refuse_dashed_overrides
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.failure import note_for_launcher
@@ -37,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if "RANK" in os.environ:
         end_with_launcher()
-    options = parse_arguments(arguments)
     try:
-        _run(options)
+        refuse_dashed_overrides(sys.argv[1:] if arguments is None else arguments)
+        _run(parse_arguments(arguments))
     except UserError as error:
         tell(error)
         return exit_codes.USER_ERROR

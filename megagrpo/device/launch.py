@@ -24,6 +24,19 @@ def thread_environment(local_world_size: int, cpu_count: int | None = None) -> d
     }
 
 
+def describe_crowding(local_world_size: int, cpu_count: int | None = None) -> str | None:
+    """Return one line where a host has more ranks than cores: each step waits for ranks that wait for a core;
+    None where every rank has one.
+    """
+    cores = cpu_count or len(os.sched_getaffinity(0))
+    if local_world_size <= cores:
+        return None
+    return (
+        f"warning: {local_world_size} ranks share the {cores} cores of this host, and wait for one another; "
+        f"at most {cores} ranks are faster here"
+    )
+
+
 # Read by cuBLAS, NCCL and Transformer Engine when they are first used. cuBLAS sums in one order only with a
 # workspace of fixed size; NCCL picks its algorithm and protocol by measuring, and each sums in another order;
 # Transformer Engine's fastest backward passes use atomics.

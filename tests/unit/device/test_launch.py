@@ -7,7 +7,12 @@ import sys
 
 import pytest
 
-from megagrpo.device.launch import set_deterministic_environment, set_thread_environment, thread_environment
+from megagrpo.device.launch import (
+    describe_crowding,
+    set_deterministic_environment,
+    set_thread_environment,
+    thread_environment,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +61,11 @@ def test_the_deterministic_environment_keeps_the_users_values(monkeypatch):
     import os
 
     assert (os.environ["NCCL_ALGO"], os.environ["CUBLAS_WORKSPACE_CONFIG"]) == ("Tree", ":4096:8")
+
+
+def test_more_ranks_than_cores_are_told_and_as_many_are_not():
+    assert describe_crowding(4, 2) == (
+        "warning: 4 ranks share the 2 cores of this host, and wait for one another; at most 2 ranks are "
+        "faster here"
+    )
+    assert describe_crowding(2, 2) is None and describe_crowding(1) is None

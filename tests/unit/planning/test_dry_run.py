@@ -198,6 +198,14 @@ def test_rank_0_tells_a_mistake_at_once_and_others_only_if_they_are_still_there_
     assert waited == ([] if rank == "0" else [5.0])
 
 
+def test_an_override_written_as_an_option_is_told_under_torchrun_too(run_file, capsys):
+    assert main([str(run_file), "--dry-run", "--optimizer.lr=1e-6", "-run.steps=2"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "--optimizer.lr=1e-6: write optimizer.lr=1e-6, without dashes",
+        "-run.steps=2: write run.steps=2, without dashes",
+    ]
+
+
 def test_options_and_overrides_may_come_in_any_order():
     options = parse_arguments(["--dry-run", "run.yaml", "a.b=1", "--world-size", "4", "c.d=-2"])
     assert (options.config, options.overrides, options.dry_run, options.world_size) == (

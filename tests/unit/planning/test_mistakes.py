@@ -177,6 +177,21 @@ MISTAKES = {
         ["num_generations=8"],
         "num_generations: not a field; here it is rollout.completions_per_prompt",
     ),
+    "an override written as an option": (
+        NOTHING,
+        ["--rollout.temperature=1"],
+        "--rollout.temperature=1: write rollout.temperature=1, without dashes",
+    ),
+    "an override written as an option and its value": (
+        NOTHING,
+        ["--rollout.temperature", "-1"],
+        "--rollout.temperature: write rollout.temperature=-1, without dashes",
+    ),
+    "an override written as a flag": (
+        NOTHING,
+        ["--parallel.sp", "rollout.temperature=1"],
+        "--parallel.sp: write parallel.sp=true, without dashes",
+    ),
     "a writer that is misspelt": (
         NOTHING,
         ["telemetry.writers=[jsonl, wandb]"],
