@@ -13,6 +13,7 @@ from megagrpo.checkpoint.state import Stateful, StateOfNumbers, StateOfRanks
 from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
+from megagrpo.device.device import finish_queued_work
 from megagrpo.device.launch import describe_crowding
 from megagrpo.engines.base import asleep
 from megagrpo.errors import UserError
@@ -48,7 +49,9 @@ def run_training(config: Config, device: torch.device, supervisor: Supervisor | 
     )
     if crowding := describe_crowding(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         recorder.note(crowding)
-    timers = PhaseTimers(on_enter=[supervisor.enter, recorder.phase], on_leave=[supervisor.leave])
+    timers = PhaseTimers(
+        finish_queued_work, on_enter=[supervisor.enter, recorder.phase], on_leave=[supervisor.leave]
+    )
     with supervisor.phase("start"):
         session = build_session(
             config, device, engine_start=partial(timers.phase, "engine_start"), note=recorder.note

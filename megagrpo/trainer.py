@@ -9,7 +9,7 @@ from functools import partial
 
 from megagrpo.checkpoint.run_checkpoints import RunCheckpoints
 from megagrpo.checkpoint.state import TrainerState
-from megagrpo.device import device as device_module
+from megagrpo.device import device
 from megagrpo.errors import SharedUserError, StopRequested
 from megagrpo.evaluation.evaluator import Evaluator
 from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag
@@ -256,5 +256,6 @@ class Trainer:
     def _finish(self) -> None:
         self.checkpoints.close(self.state)
         self.export()
-        peaks = all_gather_metadata(device_module.peak_rss_bytes())
-        self.recorder.finish(self.clock.run_seconds(), peaks, self.checkpoints.describe_loss())
+        peaks = all_gather_metadata((device.peak_rss_bytes(), device.peak_device_bytes()))
+        rss, on_devices = zip(*peaks, strict=True)
+        self.recorder.finish(self.clock.run_seconds(), rss, on_devices, self.checkpoints.describe_loss())

@@ -135,6 +135,15 @@ def background_stream() -> Iterator[None]:
     stream.synchronize()
 
 
+def finish_queued_work() -> None:
+    """Wait until the rank's device has done what this thread has queued on it; the CPU queues nothing.
+
+    Other streams go on: rollouts that a background thread generates are not waited for.
+    """
+    if has_cuda():
+        torch.cuda.current_stream().synchronize()
+
+
 def peak_rss_bytes() -> int:
     """Return the largest resident set size of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

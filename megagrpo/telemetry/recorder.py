@@ -49,12 +49,19 @@ class NullRecorder:
     def completions(self, step: int, samples: Callable[[], Samples]) -> None:
         """Keep a few of the step's completions, where they are due."""
 
-    def finish(self, wall_seconds: float, peak_rss_bytes: Sequence[int], loss: str | None = None) -> None:
+    def finish(
+        self,
+        wall_seconds: float,
+        peak_rss_bytes: Sequence[int],
+        peak_device_bytes: Sequence[int] = (),
+        loss: str | None = None,
+    ) -> None:
         """Write `summary.json`, say where the results are, close everything.
 
         Args:
             wall_seconds: of the whole run so far.
             peak_rss_bytes: largest resident memory of each rank, in rank order.
+            peak_device_bytes: the same of its device; 0 where it has none.
             loss: what the run came to and could not keep.
         """
 
@@ -150,13 +157,25 @@ class Recorder(NullRecorder):
             self._failing.discard(what)
             self.note(f"{what} can be written again")
 
-    def finish(self, wall_seconds: float, peak_rss_bytes: Sequence[int], loss: str | None = None) -> None:
+    def finish(
+        self,
+        wall_seconds: float,
+        peak_rss_bytes: Sequence[int],
+        peak_device_bytes: Sequence[int] = (),
+        loss: str | None = None,
+    ) -> None:
         """See NullRecorder."""
         for name, writer in self._writers.items():
             self._patiently(name, writer.close)
         rows = read_rows(self._run_dir / METRICS)
         path = save_summary(
-            self._run_dir, build_summary(rows, wall_seconds=wall_seconds, peak_rss_bytes=peak_rss_bytes)
+            self._run_dir,
+            build_summary(
+                rows,
+                wall_seconds=wall_seconds,
+                peak_rss_bytes=peak_rss_bytes,
+                peak_device_bytes=peak_device_bytes,
+            ),
         )
         self.note(f"done: results in {self._run_dir}, summary in {path}")
         if loss is not None:

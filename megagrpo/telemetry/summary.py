@@ -32,6 +32,7 @@ def build_summary(
     *,
     wall_seconds: float,
     peak_rss_bytes: Sequence[int],
+    peak_device_bytes: Sequence[int] = (),
     versions: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the summary of a run.
@@ -41,13 +42,14 @@ def build_summary(
             before the first step) is no training step.
         wall_seconds: of the whole run so far, start-up included.
         peak_rss_bytes: largest resident memory of each rank, in rank order.
+        peak_device_bytes: largest memory allocated on the device of each rank; 0 where it has none.
         versions: of the packages; None looks them up.
 
     Returns:
         steps, wall_seconds, step_seconds (mean), cpu_seconds_per_step (mean, over all ranks), peak_rss_bytes,
-        eval {set: {first, last, best}} in the order of steps, max_logprob_gap, generated_tokens, publish
-        (`PublishSummary.result`), versions. A number that no row carries is None; so is a max_logprob_gap
-        where the gap of any step was not finite (null in its row).
+        peak_device_bytes (where there is a device), eval {set: {first, last, best}} in the order of steps,
+        max_logprob_gap, generated_tokens, publish (`PublishSummary.result`), versions. A number that no row
+        carries is None; so is a max_logprob_gap where the gap of any step was not finite (null in its row).
     """
     steps = 0
     totals = {names.STEP_SECONDS: 0.0, names.STEP_CPU_SECONDS: 0.0, names.GENERATED_TOKENS: 0.0}
@@ -74,6 +76,7 @@ def build_summary(
         "step_seconds": totals[names.STEP_SECONDS] / steps if steps else None,
         "cpu_seconds_per_step": totals[names.STEP_CPU_SECONDS] / steps if steps else None,
         "peak_rss_bytes": list(peak_rss_bytes),
+        **({"peak_device_bytes": list(peak_device_bytes)} if any(peak_device_bytes) else {}),
         "eval": {
             name: {"first": values[0], "last": values[-1], "best": max(values)}
             for name, values in evaluations.items()

@@ -26,7 +26,7 @@ class PhaseTimers:
         on_leave: Sequence[Callable[[str, float], None]] = (),
     ):
         """Args:
-        synchronize: called at both ends of a phase, e.g. `torch.cuda.synchronize`; without it work that a
+        synchronize: called at both ends of a phase, e.g. `device.finish_queued_work`; without it work that a
             device has only queued is counted in the phase that waits for it.
         on_enter: told each phase's name as it starts, e.g. for a live display.
         on_leave: told each phase's name and wall-clock seconds as it ends, while the exception that ends

@@ -44,3 +44,17 @@ def test_each_rank_takes_its_gpu_and_makes_its_communicator_with_the_process_gro
 
 def test_cpu_ranks_have_no_communicator_to_make():
     assert device.has_cuda() or device.process_group_device() is None
+
+
+def test_a_phase_ends_with_what_its_own_stream_was_given(gpus, monkeypatch):
+    """And not with the whole device: the next step's rollouts run on a stream beside it."""
+    waited = []
+    stream = type("Stream", (), {"synchronize": lambda self: waited.append("stream")})()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    device.finish_queued_work()
+    assert waited == []
+    gpus(1, 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append("device"))
+    device.finish_queued_work()
+    assert waited == ["stream"]

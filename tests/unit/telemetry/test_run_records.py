@@ -166,6 +166,13 @@ def test_the_summary_counts_training_steps_and_follows_each_held_out_set(tmp_pat
     assert json.loads(save_summary(tmp_path, summary).read_text()) == summary
 
 
+def test_the_summary_has_the_memory_of_devices_where_there_are_some():
+    on_cpu = build_summary(ROWS, wall_seconds=1.0, peak_rss_bytes=[1, 2], peak_device_bytes=[0, 0])
+    on_gpu = build_summary(ROWS, wall_seconds=1.0, peak_rss_bytes=[1, 2], peak_device_bytes=[7, 5])
+    assert "peak_device_bytes" not in on_cpu
+    assert on_gpu["peak_device_bytes"] == [7, 5]
+
+
 def test_a_run_without_steps_has_a_summary_too(tmp_path):
     summary = build_summary([], wall_seconds=1.0, peak_rss_bytes=[1], versions={})
     assert (
