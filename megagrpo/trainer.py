@@ -5,8 +5,10 @@ prompts -> rollout -> rewards -> advantages -> update -> publish -> evaluate -> 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 
+from megagrpo.checkpoint.roll_back import roll_back
 from megagrpo.checkpoint.run_checkpoints import RunCheckpoints
 from megagrpo.checkpoint.state import TrainerState
 from megagrpo.device import device
@@ -31,43 +33,29 @@ from megagrpo.types import Prompt
 from megagrpo.weights.publisher import Publisher, PublishError
 
 
+@dataclass(kw_only=True, eq=False)
 class Trainer:
     """The loop and its state."""
 
-    def __init__(
-        self,
-        *,
-        num_steps: int,
-        pipeline: RolloutPipeline,
-        updater: PolicyUpdater,
-        gate: UpdateGate,
-        learning_rate: Callable[[int], float],
-        publisher: Publisher,
-        evaluator: Evaluator,
-        checkpoints: RunCheckpoints,
-        recorder: NullRecorder,
-        timers: PhaseTimers,
-        supervisor: Supervisor,
-        clock: RunClock,
-        engine_rests: Callable[[], AbstractContextManager[None]],
-        export: Callable[[], None],
-        max_roll_backs: int,
-    ):
-        """Args:
-        learning_rate: of an update, by how many the run has made before.
-        engine_rests: what the engine is in while the policy is updated.
-        export: writes the final weights. Collective over all ranks.
-        max_roll_backs: one more ends the run.
-        """
-        self.num_steps, self.pipeline, self.updater, self.gate = num_steps, pipeline, updater, gate
-        self.learning_rate, self.publisher, self.evaluator = learning_rate, publisher, evaluator
-        self.checkpoints, self.recorder, self.timers, self.clock = checkpoints, recorder, timers, clock
-        self.supervisor, self.engine_rests, self.export = supervisor, engine_rests, export
-        self.max_roll_backs = max_roll_backs
-        self.state = TrainerState()
-        # the weights are those of the last finished step: no update has been applied since
-        self._is_step_untouched = True
-        self._prompts: Sequence[Prompt] = ()  # of the running step
+    num_steps: int
+    pipeline: RolloutPipeline
+    updater: PolicyUpdater
+    gate: UpdateGate
+    learning_rate: Callable[[int], float]  # of an update, by how many the run has made before
+    publisher: Publisher
+    evaluator: Evaluator
+    checkpoints: RunCheckpoints
+    recorder: NullRecorder
+    timers: PhaseTimers
+    supervisor: Supervisor
+    clock: RunClock
+    engine_rests: Callable[[], AbstractContextManager[None]]  # entered while the policy is updated
+    export: Callable[[], None]  # writes the final weights; collective over all ranks
+    max_roll_backs: int  # one more ends the run
+    state: TrainerState = field(init=False, default_factory=TrainerState)
+    # the weights are those of the last finished step: no update has been applied since
+    _is_step_untouched: bool = field(init=False, default=True)
+    _prompts: Sequence[Prompt] = field(init=False, default=())  # of the running step
 
     def run(self) -> None:
         """Train all steps that are left, then export and sum up; where a signal asks for it, save and stop
@@ -227,21 +215,10 @@ class Trainer:
         """Go on from the newest checkpoint with the prompts that come next; those of the offending step are
         logged and never drawn again. Collective over all ranks.
         """
-        number, version = self.state.roll_backs + 1, self.state.weight_version
         position = self.pipeline.next_position
         self.recorder.roll_back(self.supervisor.step, str(cause), self._prompts)
-        if number > self.max_roll_backs:
-            raise SharedUserError(
-                f"{cause}; {number - 1} roll-backs were made already (spikes.max_roll_backs)"
-            )
         with self.timers.phase("resume"):
-            restored = self.checkpoints.roll_back()
-        if restored is None:
-            raise SharedUserError(f"{cause}; there is no checkpoint to roll back to yet")
-        self.state = restored
-        self.state.unrecorded = None  # recorded since, by the run that has resumed from there
-        # a version names one set of weights, for ever
-        self.state.roll_backs, self.state.weight_version = number, version + 1
+            self.state = roll_back(self.checkpoints, self.state, cause, self.max_roll_backs)
         self.pipeline.skip_to(position)
         self.checkpoints.capture()
         with self.timers.phase("publish"):
@@ -250,7 +227,7 @@ class Trainer:
         self.recorder.rewind(self.state.step)
         self.recorder.note(
             f"warning: {cause}; rolled back to step {self.state.step}, on with the next prompts "
-            f"(roll-back {number})"
+            f"(roll-back {self.state.roll_backs})"
         )
 
     def _finish(self) -> None:
