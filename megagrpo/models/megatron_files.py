@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.device.device import megatron_region
 from megagrpo.errors import UserError
-from megagrpo.models.restricted_pickles import reading_checkpoint
+from megagrpo.models.restricted_pickles import first_cause, reading_checkpoint
 
 if TYPE_CHECKING:
     from megagrpo.models.stage import StageModel
@@ -44,8 +44,7 @@ def load_megatron_model(model: "StageModel", folder: Path) -> None:
             raise  # told by reading_checkpoint
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             # Megatron and torch.distributed.checkpoint raise a dozen types by what is wrong
-            cause = " ".join(str(error).split())[:300]
             raise UserError(
-                f"{folder}: not a checkpoint of this model, or damaged: {type(error).__name__}: {cause}"
+                f"{folder}: not a checkpoint of this model, or damaged: {first_cause(error)}"
             ) from error
         model.load_state_dict(state["model"])

@@ -86,7 +86,7 @@ def reading_checkpoint(folder: Path) -> Iterator[None]:
                 _load_metadata(file)  # torch answers a refusal with a traceback on the screen
         yield
     except (CheckpointException, pickle.UnpicklingError) as error:  # the first is no Exception
-        raise UserError(f"{folder}: not read: {_cause(error)}") from None
+        raise UserError(f"{folder}: not read: {first_cause(error)}") from None
     finally:
         filesystem.pickle = unrestricted  # type: ignore[assignment]
         for name, value in before.items():
@@ -99,7 +99,7 @@ def _load_metadata(file: IO[bytes]) -> Any:
     return MetadataUnpickler(file).load()
 
 
-def _cause(error: BaseException) -> str:
+def first_cause(error: BaseException) -> str:
     """Return what the first rank met, without torch's advice to trust the file."""
     if isinstance(error, CheckpointException):
         error = next((each for each, _ in error.failures.values()), error)
