@@ -30,13 +30,19 @@ class Registry(Generic[Entry]):
         >>> losses.find("examples/custom_algorithm.py:power_clip")  # doctest: +SKIP
     """
 
-    def __init__(self, kind: str, read: Callable[[Any], Entry] | None = None):
+    def __init__(
+        self,
+        kind: str,
+        read: Callable[[Any], Entry] | None = None,
+        how_to_add: str = "your own as FILE.py:NAME",
+    ):
         """Args:
         kind: what the entries are, in the words of messages.
         read: makes the entry of a user's attribute, and raises UserError with what the attribute lacks;
             None: the attribute is the entry.
+        how_to_add: what messages offer beside the registered names.
         """
-        self.kind, self._read = kind, read
+        self.kind, self._read, self._how_to_add = kind, read, how_to_add
         self._entries: dict[str, Entry] = {}
 
     def register(self, name: str) -> Callable[[Entry], Entry]:
@@ -58,7 +64,7 @@ class Registry(Generic[Entry]):
             return self._entries[name]
         raise UserError(
             f"no {self.kind} is called {name!r}{suggestion(name, self.names())}; there are "
-            f"{', '.join(self.names())}, and your own as FILE.py:NAME"
+            f"{', '.join(self.names())}, and {self._how_to_add}"
         )
 
     def find(self, name: str) -> Entry:

@@ -66,7 +66,10 @@ def _read_family(attribute: Any) -> ModelFamily:
     return attribute()
 
 
-FAMILIES: Registry[ModelFamily] = Registry("model family", _read_family)
+# config.json names a family, which is no place of code
+FAMILIES: Registry[ModelFamily] = Registry(
+    "model family", _read_family, "those that you add as a file of megagrpo/models/families"
+)
 
 
 @dataclass(frozen=True)

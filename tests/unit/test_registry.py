@@ -83,3 +83,13 @@ def test_data_paths_are_not_taken_for_callables():
 def test_importing_it_needs_no_torch():
     code = "import sys, megagrpo.registry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_an_unknown_family_is_not_offered_a_place_of_code_that_nothing_would_read():
+    from megagrpo.models.families import load_all
+    from megagrpo.models.family import FAMILIES
+
+    load_all()
+    with pytest.raises(UserError) as caught:
+        FAMILIES.get("gemma2")
+    assert "FILE.py" not in str(caught.value) and "megagrpo/models/families" in str(caught.value)
