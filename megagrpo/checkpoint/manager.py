@@ -179,11 +179,11 @@ class CheckpointManager:
         Collective over all ranks.
         """
 
-        def look() -> list[Path]:
+        def look() -> list[str]:
             names.finish_publishing(self.folder)
-            return names.list_named(self.folder)[::-1]
+            return [path.name for path in names.list_named(self.folder)[::-1]]
 
-        return on_first_rank(look)
+        return [self.folder / name for name in on_first_rank(look)]
 
     def examine(self, path: Path) -> tuple[Manifest | None, list[str]]:
         """Read a checkpoint's manifest and check every file against it. Collective over all ranks, which

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megagrpo.parallel.plain_data import exchangeable
+
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 _BLOCK_BYTES = 4 * 2**20
@@ -23,6 +25,7 @@ class ManifestError(Exception):
     """A manifest that is missing or cannot be read."""
 
 
+@exchangeable
 @dataclass(frozen=True)
 class FileRecord:
     """One file of a checkpoint."""
@@ -32,6 +35,7 @@ class FileRecord:
     crc32: str  # of the whole file, eight hexadecimal digits
 
 
+@exchangeable
 @dataclass(frozen=True)
 class Manifest:
     """The contents of a checkpoint."""

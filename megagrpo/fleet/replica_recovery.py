@@ -9,6 +9,7 @@ from megagrpo.engines.server.engine import ServerEngine
 from megagrpo.errors import UserError
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import all_gather_metadata
+from megagrpo.parallel.plain_data import exchangeable
 from megagrpo.rollout.replica_states import ReplicaStates
 
 # states of an engine that takes a whole update
@@ -16,6 +17,7 @@ _UPDATABLE = (EngineState.SERVING, EngineState.EMPTY, EngineState.STALE)
 _POLL_SECONDS = 1.0  # between two looks of all ranks at a start that they wait for
 
 
+@exchangeable
 @dataclass(frozen=True)
 class _Start:
     """What an owner tells of the start of its lost replica."""

@@ -8,10 +8,12 @@ import torch.distributed as dist
 
 from megagrpo.errors import UserError
 from megagrpo.parallel.groups import all_gather_metadata
+from megagrpo.parallel.plain_data import exchangeable
 
 Result = TypeVar("Result")
 
 
+@exchangeable
 @dataclass(frozen=True, order=True)
 class FailedStep:
     """What one rank met. The first of several is the cause: a rank that only waited in vain for another one

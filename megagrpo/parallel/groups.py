@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.device import device as device_module
+from megagrpo.parallel import plain_data
 from megagrpo.parallel.layout import ParallelLayout
 
 _starts = itertools.count()
@@ -135,13 +136,36 @@ def destroy_groups() -> None:
         dist.destroy_process_group()
 
 
-def all_gather_metadata(value: Any) -> list[Any]:
-    """Return every rank's `value`, by rank. Collective over all ranks; for small objects, never for token
-    tensors.
+def all_gather_metadata(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's `value`, by rank. Collective over `group`, all ranks by default; for small values,
+    never for token tensors.
+
+    Args:
+        value: what `plain_data` takes: nothing that a rank is told can run there.
+
+    Raises:
+        TypeError: on all ranks, where a value is no plain one.
     """
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+    try:
+        data = b"+" + plain_data.encode(value)
+    except TypeError as error:  # the others wait
+        data = f"-rank {dist.get_rank()}: {error}".encode()
+    gathered = _all_gather_bytes(data, group)
+    if refused := next((told for told in gathered if told[:1] != b"+"), None):
+        raise TypeError(refused[1:].decode())
+    return [plain_data.decode(told[1:]) for told in gathered]
+
+
+def _all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Collective over `group`: lengths, then the bytes, padded to the longest."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    longest = max(int(size) for size in sizes)
+    own = torch.zeros(longest, dtype=torch.uint8)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, own, group=group)
+    return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
 def all_reduce_flag(flag: bool) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from megagrpo.config.schema import LogprobGapConfig
 from megagrpo.errors import SharedUserError
+from megagrpo.parallel.plain_data import exchangeable
 from megagrpo.policy.batch import MicroBatch
 from megagrpo.rollout.rollouts import SampleKey, StepRollouts
 
@@ -26,6 +27,7 @@ CAUSES = (
 )
 
 
+@exchangeable
 @dataclass(frozen=True)
 class LogprobGap:
     """One token, as engine and actor see it."""

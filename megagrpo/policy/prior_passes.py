@@ -33,11 +33,16 @@ def sum_by_key(parts: Iterable[Mapping[SampleKey, float]]) -> dict[SampleKey, fl
 def all_gather_metrics(groups: ParallelGroups, parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merge metrics of all micro-batches and replicas. Collective over all ranks."""
     mine = merge_metrics(parts) if groups.reports_losses else {}
-    on_cpu = {
-        name: Metric(metric.reduction, metric.value.cpu(), metric.count.cpu())
-        for name, metric in mine.items()
+    told = {
+        name: (metric.reduction, float(metric.value), float(metric.count)) for name, metric in mine.items()
     }
-    return merge_metrics(all_gather_metadata(on_cpu))
+    return merge_metrics(
+        {
+            name: Metric(reduction, *(torch.tensor(one, dtype=torch.float64) for one in numbers))
+            for name, (reduction, *numbers) in part.items()
+        }
+        for part in all_gather_metadata(told)
+    )
 
 
 class PriorPasses:

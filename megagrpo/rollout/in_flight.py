@@ -20,6 +20,7 @@ from safetensors.numpy import save
 
 from megagrpo.errors import UserError
 from megagrpo.parallel.background import BackgroundWork
+from megagrpo.parallel.plain_data import exchangeable
 from megagrpo.rollout.dealing import LengthEstimates
 from megagrpo.rollout.replica_states import EngineFailure
 from megagrpo.rollout.rollouts import CompletionRecord, SampleKey
@@ -47,6 +48,7 @@ class ScoredCompletions:
         )
 
 
+@exchangeable
 @dataclass(frozen=True)
 class ShareMetadata:
     """A share without its tokens."""
@@ -63,6 +65,7 @@ class ShareMetadata:
         return {record.key[0] for record in self.records}
 
 
+@exchangeable
 @dataclass(frozen=True)
 class ShareFailure:
     """A share that failed otherwise than by its engine."""

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from megagrpo.parallel.plain_data import exchangeable
 from megagrpo.rollout.dealing import deal_groups
 
 MAX_FAILURES = 3
 FIRST_PAUSE_SECONDS = 0.5
 
 
+@exchangeable
 @dataclass(frozen=True)
 class EngineFailure:
     """A rank's engine has failed in the midst of a request."""

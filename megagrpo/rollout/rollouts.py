@@ -7,11 +7,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megagrpo.parallel.plain_data import exchangeable
 from megagrpo.types import Completion, FinishReason, Prompt, Reward
 
 SampleKey = tuple[int, int]  # (group, place within the group)
 
 
+exchangeable(Reward)  # part of a record
+
+
+@exchangeable
 @dataclass(frozen=True)
 class CompletionRecord:
     """What all ranks know of one completion."""

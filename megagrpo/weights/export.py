@@ -19,10 +19,13 @@ import torch.distributed as dist
 
 from megagrpo.models.slices import HFSlices
 from megagrpo.models.stage import StageModel, StageParameter
+from megagrpo.parallel.groups import all_gather_metadata
+from megagrpo.parallel.plain_data import exchangeable
 
 BUCKET_BYTES = 64 * 2**20
 
 
+@exchangeable
 @dataclass(frozen=True)
 class ExportEntry:
     """One HF tensor of an export; for experts, one of each expert parallel rank."""
@@ -90,10 +93,8 @@ class WeightExporter:
                 entry = ExportEntry(names, tuple(slices[own].shape), rule.split_dimension, rows)
                 local[rule.is_expert].append((entry, entry.numel * itemsize))
             slices.forget()
-        stages: list = [None] * self.model.groups.pp.size()
-        dist.all_gather_object(stages, local, group=self.model.groups.pp)
         buckets = []
-        for stage, by_kind in enumerate(stages):
+        for stage, by_kind in enumerate(all_gather_metadata(local, self.model.groups.pp)):
             for is_expert, entries in by_kind.items():
                 pending: list[ExportEntry] = []
                 pending_bytes = 0

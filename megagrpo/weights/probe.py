@@ -84,17 +84,14 @@ class LogprobProbe:
         asked = agree(
             lambda: self._sample(version) if self.is_owner and self.replica in replicas else None, what
         )
-        completions = {
-            replica: completion for sampled in asked if sampled for replica, completion in [sampled]
-        }
         samples = [
             TrainSample(
                 (replica, 0),
                 self.prompt.token_ids,
-                completion.token_ids.astype(np.int64),
-                completion.logprobs,
+                np.array(token_ids, dtype=np.int64),
+                np.array(logprobs, dtype=np.float32),
             )
-            for replica, completion in sorted(completions.items())
+            for replica, token_ids, logprobs in sorted(sampled for sampled in asked if sampled)
         ]
         scored = agree(lambda: self._score(samples), what)
         gaps = [gap for part in scored for gap in part]
@@ -114,9 +111,10 @@ class LogprobProbe:
             )
         return {"publish/probe_gap": gap}
 
-    def _sample(self, version: int) -> tuple[int, Completion]:
+    def _sample(self, version: int) -> tuple[int, list[int], list[float]]:
         sampling = SamplingParams(max_new_tokens=self.num_tokens, temperature=1.0, seed=0, step=version)
-        return self.replica, self.engine.sample_probe(self.prompt, sampling)
+        completion = self.engine.sample_probe(self.prompt, sampling)
+        return self.replica, completion.token_ids.tolist(), completion.logprobs.tolist()
 
     def _score(self, samples: Sequence[TrainSample]) -> list[tuple[float, int, int, int, float, float]]:
         """Return (gap, replica, position, token, engine's, actor's log-prob) of the tokens that this rank

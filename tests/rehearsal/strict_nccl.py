@@ -8,7 +8,7 @@ Rules (torch's ProcessGroupNCCL, NCCL's init.cc):
 * With `device_id` all of it is made in `init_process_group` and `new_group`.
 * Two members on one GPU are refused, and so are two NCCL versions (both from the environment: `identity`).
 * What is a CPU tensor on a GPU rank goes over gloo there and makes no NCCL communicator: object collectives
-  do so here by themselves, other ones inside `host()`.
+  and gathers of metadata do so here by themselves, other ones inside `host()`.
 
 It cannot see a CPU tensor that is given to NCCL by mistake: all tensors are CPU tensors here.
 """
@@ -22,6 +22,8 @@ import time
 
 import torch
 import torch.distributed as dist
+
+from megagrpo.parallel import groups
 
 STATE = threading.local()
 # torch names some operations twice
@@ -58,6 +60,11 @@ def state(name):
 def host():
     """Collectives of CPU tensors on a GPU rank: gloo's, not NCCL's."""
     return state("host")
+
+
+def _on_host(function, *args):
+    with host():
+        return function(*args)
 
 
 def identity():
@@ -173,6 +180,8 @@ def register() -> None:
 
         setattr(dist, name, call)
         setattr(dist.distributed_c10d, name, call)
+    exchange = groups._all_gather_bytes
+    groups._all_gather_bytes = lambda *args: _on_host(exchange, *args)
     init = dist.init_process_group
 
     @functools.wraps(init)

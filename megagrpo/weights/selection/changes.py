@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megagrpo.parallel.plain_data import exchangeable
 from megagrpo.weights.context import PublishContext
 from megagrpo.weights.partial_checksums import combine_shares, compute_share
 from megagrpo.weights.publisher import agree
@@ -20,6 +21,8 @@ from megagrpo.weights.selection.base import Selection
 from megagrpo.weights.selection.change_tracker import Change, ChangeTracker
 from megagrpo.weights.selection.selected import Place, Region, Run, SelectedBlocks, SelectedBucket
 from megagrpo.wire.manifest import Patch
+
+exchangeable(Patch)
 
 Found = tuple[int, int, int, Patch, int]  # replica, destination, number, patch, elements of a change
 

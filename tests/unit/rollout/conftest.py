@@ -8,6 +8,7 @@ import pytest
 
 from megagrpo.config.load import load_config
 from megagrpo.fleet import replica_recovery
+from megagrpo.parallel.plain_data import decode, encode
 from megagrpo.rollout import generation
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
@@ -154,9 +155,9 @@ class Ranks:
         self.local = threading.local()
 
     def all_gather(self, value):
-        self.values[self.local.rank] = value
+        self.values[self.local.rank] = encode(value)
         self.barrier.wait()
-        gathered = list(self.values)
+        gathered = [decode(told) for told in self.values]
         self.barrier.wait()
         return gathered
 
