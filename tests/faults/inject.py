@@ -35,7 +35,7 @@ FUNCTIONS = {
     "generate": "megagrpo.engines.embedded.transformers_engine:TransformersEngine.generate",
     "decode": "megagrpo.engines.embedded.transformers_engine:TransformersEngine._forward",
     "score": "megagrpo.rewards.dispatch:Dispatcher.run",
-    "exchange": "megagrpo.policy.update:exchange_completions",
+    "exchange": "megagrpo.policy.mini_batches:exchange_completions",
     "logprobs": "megagrpo.policy.actor:Actor.logprobs",
     "forward_backward": "megagrpo.policy.actor:Actor.forward_backward",
     "apply": "megagrpo.policy.actor:Actor.apply_gradients",
