@@ -41,9 +41,10 @@ def build_engine(request, tiny_hf_folder, server_address):
     built = []
 
     def build_engine(config=None, **options):
-        config = (config or build_engine_config()).model_copy(update={"name": request.param})
+        fields = config.model_dump(exclude={"name"}, exclude_unset=True) if config else {}
         if request.param not in EMBEDDED_NAMES:
-            config = config.model_copy(update={"addresses": (server_address(request.param),)})
+            fields["server"] = fields.get("server", {}) | {"addresses": [server_address(request.param)]}
+        config = build_engine_config(request.param, **fields)
         built.append(
             ENGINES.get(request.param)(tiny_hf_folder("qwen3", tie_word_embeddings=True), config, **options)
         )

@@ -120,7 +120,7 @@ def test_a_quantised_server_holds_and_computes_with_what_is_published(name, quan
             build_engine_config(name=name, server={"addresses": (engine.address,)}),
             dtype=torch.bfloat16,
         )
-        with pytest.raises(UserError, match=r"engine\.quantization: none: .* is float8 at http"):
+        with pytest.raises(UserError, match=r"engine\.server\.quantization: none: .* is float8 at http"):
             unaware.check_model()
         publish(engine, model, version=1)
         engine.begin_update(2)  # given up half-way: what was loaded of it is not left in the next one
@@ -157,5 +157,7 @@ def test_a_server_that_is_not_quantised_is_refused_where_a_quantised_one_is_want
         name=name, server={"quantization": "fp8_block", "addresses": (server_address(name),)}
     )
     engine = ENGINES.get(name)(tiny_hf_folder("qwen3", tie_word_embeddings=True), config)
-    with pytest.raises(UserError, match=r"engine\.quantization: fp8_block: the model has no float8 weights"):
+    with pytest.raises(
+        UserError, match=r"engine\.server\.quantization: fp8_block: the model has no float8 weights"
+    ):
         engine.check_model()

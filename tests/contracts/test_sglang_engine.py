@@ -24,18 +24,20 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 FAMILY, ROWS = "qwen3_moe", 16
 # SGLang pads the experts of a CPU to multiples of 32; a padded one has no sharded form of ours
 SHAPE = {"moe_intermediate_size": 32}
-CONFIG = build_engine_config(
-    name="sglang",
-    max_batch_completions=ROWS,
-    server={"request_timeout_seconds": 60, "options": {"enable_return_routed_experts": True}},
-)
+SERVER = {"request_timeout_seconds": 60, "options": {"enable_return_routed_experts": True}}
+
+
+def config_of(**server):
+    return build_engine_config("sglang", max_batch_completions=ROWS, server=SERVER | server)
 
 
 @pytest.fixture(scope="module")
 def server(tiny_hf_folder, tmp_path_factory):
     """The engine that owns the server."""
     engine = ENGINES.get("sglang")(
-        tiny_hf_folder(FAMILY, **SHAPE), CONFIG, log_file=tmp_path_factory.mktemp("sglang") / "server.log"
+        tiny_hf_folder(FAMILY, **SHAPE),
+        config_of(),
+        log_file=tmp_path_factory.mktemp("sglang") / "server.log",
     )
     yield engine
     engine.close()
@@ -47,7 +49,7 @@ def connect(server, tiny_hf_folder):
     clients = []
 
     def connect(**fields):
-        config = CONFIG.model_copy(update={"addresses": (server.address,)} | fields)
+        config = config_of(addresses=(server.address,), **fields)
         clients.append(ENGINES.get("sglang")(tiny_hf_folder(FAMILY, **SHAPE), config))
         return clients[-1]
 

@@ -45,9 +45,8 @@ def build_engine(owner, tiny_hf_folder):
     built = []
 
     def build_engine(config=None, **options):
-        config = (config or build_engine_config()).model_copy(
-            update={"name": "sglang", "addresses": (owner.address,)}
-        )
+        fields = config.model_dump(exclude={"name"}, exclude_unset=True) if config else {}
+        config = build_engine_config("sglang", **fields, server={"addresses": [owner.address]})
         built.append(
             ENGINES.get("sglang")(tiny_hf_folder("qwen3", tie_word_embeddings=True), config, **options)
         )

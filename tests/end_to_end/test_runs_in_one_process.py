@@ -13,7 +13,7 @@ from megagrpo.device import device
 rank_device = device.setup()
 import torch
 from megagrpo.config.load import load_config
-from megagrpo.trainer import run_training
+from megagrpo.run import run_training
 
 def threads():
     return [open(f'/proc/self/task/{each}/comm').read().strip() for each in os.listdir('/proc/self/task')]
