@@ -25,4 +25,6 @@ def cases_of(ranks: int) -> list[str]:
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in LAYOUTS for case in cases_of(ranks)])
 def test_megatron_equals_transformers_and_exports_what_it_imported(family_folders, ranks, case):
     layouts = LAYOUTS[ranks].split()
-    check_case(case, cases_of(ranks), ranks, "hf_parity_worker.py", family_folders, *layouts)
+    check_case(
+        case, cases_of(ranks), ranks, "hf_parity_worker.py", family_folders, *layouts, timeout_seconds=280
+    )

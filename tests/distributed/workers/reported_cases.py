@@ -17,7 +17,7 @@ def reported_case(name: str) -> Iterator[None]:
         yield
     except BaseException as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"{PREFIX} {name} | failed on rank {os.environ['RANK']}: {cause}", flush=True)
+        print(f"\n{PREFIX} {name} | failed on rank {os.environ['RANK']}: {cause}", flush=True)
         raise
     if os.environ["RANK"] == "0":
-        print(f"{PREFIX} {name} | passed", flush=True)
+        print(f"\n{PREFIX} {name} | passed", flush=True)  # a line of its own, whatever came before

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from reported_cases import reported_case
 
 from megagrpo.device.device import megatron_region
-from megagrpo.models import build
+from megagrpo.models import stage, transformer_config
 from megagrpo.models.transformer_config import build_transformer_config
 from megagrpo.parallel.groups import build_groups, destroy_groups
 from megagrpo.parallel.layout import ParallelLayout
@@ -48,8 +48,8 @@ def unbound_name() -> Iterator[None]:
         moe_utils.te_general_gemm = value
 
 
-build_pipeline_fields = build.pipeline_fields
-mark_split_parameters = build.mark_split_parameters
+build_pipeline_fields = transformer_config.pipeline_fields
+mark_split_parameters = stage.mark_split_parameters
 nothing = lambda *args: None  # noqa: E731
 
 
@@ -165,7 +165,7 @@ def check_shared_step(folder: Path) -> None:
     hf = invariance.read_hf_config(folder)
     config = build_transformer_config(hf, groups, invariance.build_precision("fp32"), False)
     actor = Actor(
-        build.load_stage_model(str(folder), hf, config, groups, invariance.DEVICE, use_te=False),
+        stage.load_stage_model(str(folder), hf, config, groups, invariance.DEVICE, use_te=False),
         invariance.make_config(folder, "none").optimizer,
     )
 

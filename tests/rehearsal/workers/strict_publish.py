@@ -10,13 +10,13 @@ import torch
 from small_models import DENSE, FP32, build_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed" / "workers"))
-from megagrpo.weights.targets import EngineGrid
 from receiving_engine import publisher_of
 from rehearse import case, run_cases
 
 from megagrpo.device import device as device_module
 from megagrpo.parallel.groups import build_groups, destroy_groups
 from megagrpo.parallel.layout import ParallelLayout
+from megagrpo.weights.plan.targets import EngineGrid
 
 strict_nccl.register()
 device_module.backend = lambda: "strict"
