@@ -113,7 +113,7 @@ def wait_until_decoded(engine, prompts):
     """Wait until the requests of another thread have tokens: servers take requests in the order in which they
     come, so those have begun when a later, short one has ended.
     """
-    time.sleep(0.3)
+    time.sleep(0.1)
     engine.generate(prompts[:1], params(max_new_tokens=2), [99])
 
 
@@ -128,7 +128,7 @@ def test_a_request_on_its_way_goes_on_under_the_new_weights_and_says_from_which_
     publish(engine, model, version=1)
     result = []
     sampling = params(max_new_tokens=100)
-    thread = threading.Thread(target=lambda: result.append(engine.generate(prompts, sampling, range(24))))
+    thread = threading.Thread(target=lambda: result.append(engine.generate(prompts, sampling, range(96))))
     thread.start()
     wait_until_decoded(engine, prompts)
     publish(engine, other_model, version=2)
@@ -164,7 +164,7 @@ def requests_on_their_way(prompts, model):
         publish(engine, model, version=1)
         result = []
         thread = threading.Thread(
-            target=lambda: result.append(engine.generate(prompts, params(max_new_tokens=100), range(24)))
+            target=lambda: result.append(engine.generate(prompts, params(max_new_tokens=100), range(96)))
         )
         thread.start()
         wait_until_decoded(engine, prompts)
