@@ -236,6 +236,19 @@ def test_every_package_has_a_readme_with_a_file_table():
     assert not without
 
 
+def test_links_between_the_projects_pages_lead_somewhere():
+    folders = ("megagrpo", "docs", "examples", "tests", "docker", "configs")
+    pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))]
+    broken = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / link).exists()
+    ]
+    assert pages
+    assert not broken
+
+
 def test_every_field_of_the_configuration_is_read():
     """By its name, as an attribute or as a word in code, outside of where it is declared."""
     from megagrpo.config.schema import Config
