@@ -88,8 +88,9 @@ class Dispatcher:
         with self._lock:
             if self._closing:
                 raise ValueError("the reward pool is closed")
+            if not self._inbox:  # one wake-up until it is opened: a full socket would block under the lock
+                self._wake_sender.send(b"r")
             self._inbox.append(job)
-            self._wake_sender.send(b"r")
         return job.reply
 
     def run(self, requests: Sequence[Request]) -> list[Reply]:

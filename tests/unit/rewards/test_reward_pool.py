@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import pytest
 
 from megagrpo.config.schema import RewardConfig
 from megagrpo.errors import UserError
+from megagrpo.rewards.messages import Request
 
 COUNT_CHARACTERS = "return [float(len(completion.text)) for completion in completions]"
 # hangs or dies on the text that names it, and otherwise scores by length
@@ -52,6 +54,27 @@ def test_rewards_come_in_the_order_of_the_completions_over_several_workers(
     assert [reward.value for reward in pool.score(prompts, completions)] == [
         float(len(completion.text)) for completion in completions
     ]
+
+
+def test_any_number_of_requests_is_taken_while_the_server_thread_is_busy(open_pool, write_reward, make_group):
+    """A wake-up for each request fills its socket at about 280, and whoever sends then holds the lock that
+    the serving thread needs.
+    """
+    pool = open_pool(write_reward("time.sleep(0.5)\n" + COUNT_CHARACTERS))
+    busy, go_on = threading.Event(), threading.Event()
+    prompts, completions = make_group("four")
+    request = Request(0, prompts, completions)
+    first = pool._dispatcher.submit(request)
+    first.add_done_callback(lambda _: (busy.set(), go_on.wait(30)))
+    assert busy.wait(30)
+    asking = threading.Thread(
+        target=lambda: [pool._dispatcher.submit(request) for _ in range(2000)], daemon=True
+    )
+    asking.start()
+    asking.join(20)
+    was_taken = not asking.is_alive()
+    go_on.set()
+    assert was_taken
 
 
 def test_value_is_the_weighted_sum_and_parts_are_named(open_pool, write_reward, make_group):
