@@ -57,6 +57,16 @@ CIRCLES: dict[frozenset[str], str] = {
         {"models.stage", "models.hf_files", "models.megatron_files"}
     ): "the readers name its type alone",
 }
+# What names pickles. Reading one runs what it says: beside these places each is an open door.
+PICKLES = {
+    "models/restricted_pickles.py pickle": "reads torch's own by a list of names",
+    "models/megatron_files.py pickle": "names the error of a refused one",
+}
+PICKLING_CALLS = (
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+PICKLING_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib")
 READ_ELSEWHERE = {"preset": "config/presets.py applies it to the raw file, before there is a section"}
 """Fields of the configuration that no code names, with who reads them."""
 
@@ -183,6 +193,21 @@ def test_the_wire_imports_nothing_of_ours_and_hosts_import_the_wire_alone():
         or (room_of(name) == "host" and room_of(imported) not in ("host", "wire"))
     ]
     assert not wrong
+
+
+def test_nothing_exchanges_or_reads_pickles_beside_the_restricted_reader():
+    """torch.load takes pickles too where it is not told otherwise, so that nobody calls it."""
+    found = set()
+    for path in modules():
+        place = path.relative_to(PACKAGE).as_posix()
+        found |= {f"{place} {name}" for name in imports_of(path) if name.split(".")[0] in PICKLING_MODULES}
+        for node in ast.walk(tree_of(path)):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Attribute):
+                is_load = called.attr == "load" and ast.unparse(called.value) == "torch"
+                if called.attr in PICKLING_CALLS or is_load:
+                    found.add(f"{place} {called.attr}")
+    check_exceptions(found, PICKLES)
 
 
 def test_files_are_short():

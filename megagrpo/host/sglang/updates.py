@@ -188,10 +188,18 @@ def describe(parameter: torch.Tensor) -> dict[str, Any]:
 
 
 def gather(value: Any, group: Any) -> list[Any]:
-    """Return every rank's value, in the order of the ranks. Collective over `group`."""
-    values = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(values, value, group=group)
-    return values
+    """Return every rank's value (of JSON), in the order of the ranks. Collective over `group`.
+
+    As bytes of JSON: torch's collectives of objects exchange pickles, which run what a rank puts in them.
+    """
+    told = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(sizes, torch.tensor([len(told)]), group=group)
+    longest = max(int(size) for size in sizes)
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    own = torch.nn.functional.pad(told, (0, longest - len(told)))
+    torch.distributed.all_gather(parts, own, group=group)
+    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
 
 
 def first_error(errors: Iterable[str | None]) -> str | None:
