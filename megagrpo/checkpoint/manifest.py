@@ -14,7 +14,12 @@ from typing import Any
 from megagrpo.parallel.plain_data import exchangeable
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Raised with every change of what is saved beside the weights. 1: pickles of random generators, no states of
+parts. 2: `carried/` in JSON, the states of named parts in `trainer_state.json`, what the prompts were.
+"""
+OLDEST_RESUMABLE = 2
+"""What is older lacks what a run needs to go on as it would have."""
 _BLOCK_BYTES = 4 * 2**20
 
 # of a file: as a whole, or in parts that follow one another

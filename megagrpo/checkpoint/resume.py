@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from megagrpo.checkpoint.identity import compare
 from megagrpo.checkpoint.manager import CheckpointManager
-from megagrpo.checkpoint.manifest import FORMAT_VERSION, Manifest
+from megagrpo.checkpoint.manifest import FORMAT_VERSION, OLDEST_RESUMABLE, Manifest
 from megagrpo.config.changes import find_changes, refused
 from megagrpo.config.schema import Config
 from megagrpo.config.yaml_core import parse_yaml
@@ -39,19 +39,15 @@ def choose_checkpoint(manager: CheckpointManager) -> Choice | None:
     aside. Collective over all ranks.
 
     Raises:
-        UserError: there are checkpoints and none of them is good, or the newest good one is of a newer
-            format.
+        UserError: there are checkpoints and none of them is good, or the newest one is of a format that this
+            version can't go on from.
     """
     skipped: list[Path] = []
     notes: list[str] = []
     for path in manager.candidates():
         manifest, problems = manager.examine(path)
-        if manifest is not None and manifest.format_version > FORMAT_VERSION:
-            raise UserError(
-                f"{path}: has checkpoint format {manifest.format_version}, written by megagrpo "
-                f"{manifest.versions.get('megagrpo', '?')}; "
-                f"this one reads up to format {FORMAT_VERSION}"
-            )
+        if manifest is not None:
+            _check_format(path, manifest)
         if manifest is not None and not problems:
             notes += (
                 [f"damaged checkpoint kept as {name}" for name in manager.set_aside(skipped)]
@@ -74,6 +70,18 @@ def choose_checkpoint(manager: CheckpointManager) -> Choice | None:
             )
         )
     return None
+
+
+def _check_format(path: Path, manifest: Manifest) -> None:
+    found, writer = manifest.format_version, manifest.versions.get("megagrpo", "?")
+    if OLDEST_RESUMABLE <= found <= FORMAT_VERSION:
+        return
+    readable = " to ".join(map(str, sorted({OLDEST_RESUMABLE, FORMAT_VERSION})))
+    weights = f", or take its weights for a new run: model.path={path}" if found < OLDEST_RESUMABLE else ""
+    raise UserError(
+        f"{path}: has checkpoint format {found}, written by megagrpo {writer}; this version goes on from "
+        f"format {readable}: go on with the version that wrote it{weights}"
+    )
 
 
 def check_identity(choice: Choice, model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:

@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(outcomes, whole,
                 "no good checkpoint is left",
             ),
         ),
-        ("newer", ("has checkpoint format 99", "reads up to format 1")),
+        ("newer", ("has checkpoint format 99", "goes on from format 2")),
         (
             "other_seed",
             ("run.seed: 0 in the checkpoint, 5 in this run", "run.allow_config_changes=[run.seed]"),

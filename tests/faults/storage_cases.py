@@ -216,6 +216,12 @@ FOLDERS = Chain(
             tamper=edit_manifest(format_version=99),
             mend=put_manifest_back,
         ),
+        refused(
+            "the checkpoint is of a older version",
+            "has checkpoint format 1, .*model.path=",
+            tamper=edit_manifest(format_version=1),
+            mend=put_manifest_back,
+        ),
         refused("the configuration differs", r"optimizer\.lr", "optimizer.lr=1.0e-5"),
         refused(
             "another model",

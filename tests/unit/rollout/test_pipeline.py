@@ -96,6 +96,17 @@ def test_a_resumed_run_trains_on_the_same_completions(build_pipeline, engine, tm
     assert len(engine.asked) == 12 - saved_ahead
 
 
+def test_what_a_snapshot_holds_is_what_the_format_version_stands_for(build_pipeline, engine):
+    """Where this changes, checkpoint.manifest.FORMAT_VERSION is raised: tests/unit/checkpoint says how."""
+    pipeline = build_pipeline(ONE_STEP_OFF)
+    pipeline.collect(1, weight_version=0)
+    state = pipeline.snapshot().state
+    assert list(state) == ["data", "next_step", "prompt_position", "lengths", "in_flight"]
+    assert list(state["data"]) == ["prompts", "sha256"]
+    assert list(state["in_flight"]) == ["request", "prompt_ids", "prompts_drawn", "num_files"]
+    pipeline.wait()
+
+
 def test_rollouts_that_failed_are_not_saved_and_their_prompts_not_lost(build_pipeline, engine, tmp_path):
     def fail(prompt):
         if len(engine.asked) >= 6:
