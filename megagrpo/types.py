@@ -1,12 +1,12 @@
 """The frozen values that pass between the layers.
 
-Shape legend, used everywhere: B sequences, S padded length, T packed tokens, G completions per prompt, N
-    prompts,
-V vocabulary, Vp = padded V / tp, L tokens of one completion.
+Shape legend, used everywhere: B sequences, S padded length, T packed tokens, G completions per prompt,
+N prompts, V vocabulary, Vp = padded V / tp, P tokens of a prompt, L tokens of a completion or a span.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -39,19 +39,130 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of a completion that have one origin: what weights of one version sampled, or what
+    came from elsewhere (the answer of a tool, say).
+    """
+
+    token_ids: np.ndarray  # int64 [L]
+    # float32 [L], at the sampling temperature, over what top-k / top-p kept; None: the policy has not
+    # sampled these tokens
+    logprobs: np.ndarray | None
+    weight_version: int  # of the weights that sampled the tokens, or were served when they came
+    is_trained: bool = True  # False: the loss, its denominator and every statistic leave these tokens out
+
+    def __post_init__(self) -> None:
+        """Refuse log-probs that are not those of the tokens, and trained tokens that have none."""
+        if self.logprobs is None and self.is_trained:
+            raise ValueError("a span without log-probs can't be trained")
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"a span of {len(self.token_ids)} tokens has {len(self.logprobs)} log-probs")
+
+
+@dataclass(frozen=True)
 class Completion:
-    """One sampled completion, with the log-probs of its tokens under the policy that sampled it."""
+    """One completion, as a sequence of spans; what reads it as one text finds the spans joined."""
 
     prompt_id: int
     index: int  # 0 <= index < G: which of the group's completions
-    token_ids: np.ndarray  # int64 [L], the stop token included where one was sampled
-    logprobs: np.ndarray  # float32 [L], at the sampling temperature, over what top-k / top-p kept
+    spans: tuple[Span, ...]  # at least one, which may be empty
     finish_reason: FinishReason
-    weight_versions: tuple[tuple[int, int], ...]  # (first token, weight_version) per span, ascending
     text: str
     # int32 [P + L - 1, layers, k]: the experts that each input token went to, where a mixture of experts'
     # engine was told to return them
     routed_experts: np.ndarray | None = None
+
+    @classmethod
+    def sampled(
+        cls,
+        prompt_id: int,
+        index: int,
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        finish_reason: FinishReason,
+        weight_versions: Sequence[tuple[int, int]],
+        text: str,
+        routed_experts: np.ndarray | None = None,
+    ) -> "Completion":
+        """Return a completion whose tokens the policy has sampled, all of which are trained.
+
+        Args:
+            token_ids: int64 [L], the stop token included where one was sampled.
+            logprobs: float32 [L].
+            weight_versions: (first token, weight version) of each span, ascending, the first from token 0.
+        """
+        starts = [first for first, _ in weight_versions]
+        spans = tuple(
+            Span(token_ids[first:end], logprobs[first:end], version)
+            for (first, version), end in zip(weight_versions, [*starts[1:], len(token_ids)], strict=True)
+        )
+        return cls(prompt_id, index, spans, finish_reason, text, routed_experts)
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        """Of all spans, int64 [L]."""
+        return self._join([span.token_ids for span in self.spans])
+
+    @cached_property
+    def logprobs(self) -> np.ndarray:
+        """Of all spans, float32 [L]; 0 where the policy has not sampled the token."""
+        return self._join(
+            [
+                np.zeros(len(span.token_ids), np.float32) if span.logprobs is None else span.logprobs
+                for span in self.spans
+            ]
+        )
+
+    @cached_property
+    def weight_versions(self) -> tuple[tuple[int, int], ...]:
+        """(first token, weight version) of each span, ascending."""
+        return tuple((first, span.weight_version) for first, _, span in self._places())
+
+    @cached_property
+    def untrained(self) -> tuple[tuple[int, int], ...]:
+        """(first token, end) of each span that is not trained, ascending."""
+        return tuple((first, end) for first, end, span in self._places() if not span.is_trained)
+
+    def _places(self) -> list[tuple[int, int, Span]]:
+        ends = np.cumsum([len(span.token_ids) for span in self.spans]).tolist()
+        return list(zip([0, *ends[:-1]], ends, self.spans, strict=True))
+
+    @staticmethod
+    def _join(parts: Sequence[np.ndarray]) -> np.ndarray:
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def describe_spans(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Return, as JSON's types, all of `spans` but their tokens and log-probs."""
+    return [
+        {
+            "length": len(span.token_ids),
+            "is_sampled": span.logprobs is not None,
+            "weight_version": int(span.weight_version),
+            "is_trained": span.is_trained,
+        }
+        for span in spans
+    ]
+
+
+def build_spans(
+    described: Sequence[Mapping[str, Any]], token_ids: np.ndarray, logprobs: np.ndarray
+) -> tuple[Span, ...]:
+    """Return the spans that `describe_spans` was given, from the tokens and log-probs of all of them."""
+    spans: list[Span] = []
+    first = 0
+    for entry in described:
+        tokens = slice(first, first + entry["length"])
+        spans.append(
+            Span(
+                token_ids[tokens],
+                logprobs[tokens] if entry["is_sampled"] else None,
+                entry["weight_version"],
+                entry["is_trained"],
+            )
+        )
+        first = tokens.stop
+    return tuple(spans)
 
 
 @dataclass(frozen=True)

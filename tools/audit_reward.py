@@ -85,7 +85,7 @@ def score_cases(
         with RewardPool(config) as pool:
             for case in group:
                 prompt = Prompt(0, "", (), case.columns)
-                completion = Completion(
+                completion = Completion.sampled(
                     0, 0, np.zeros(1), np.zeros(1), case.finish_reason, ((0, 0),), case.text
                 )
                 started = time.perf_counter()

@@ -21,6 +21,14 @@ class TrainSample:
     prompt_ids: tuple[int, ...]
     token_ids: np.ndarray  # int64 [L]
     rollout_logprobs: np.ndarray  # float32 [L]
+    untrained: tuple[tuple[int, int], ...] = ()  # (first token, end) of what the loss leaves out
+
+    def trained_positions(self) -> np.ndarray:
+        """Return the indices of the tokens that the loss counts, int64, ascending."""
+        is_trained = np.ones(len(self.token_ids), dtype=bool)
+        for first, end in self.untrained:
+            is_trained[first:end] = False
+        return is_trained.nonzero()[0]
 
 
 @dataclass
@@ -40,7 +48,7 @@ class RowTerms:
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed input and its loss rows. T input tokens, alignment padding included; one row per completion
-    token.
+    token that is trained.
 
     A context parallel rank holds T of the micro-batch's tokens and the R rows that they predict; `keys` are
     the whole micro-batch's.
@@ -101,6 +109,7 @@ class MicroBatchBuilder:
         trees: list[Tree] = []
         stretches: list[int] = []  # tokens of each tree, padding behind it included
         rows: list[np.ndarray] = []
+        positions = [sample.trained_positions() for sample in samples]
         offset = 0
         for tree_plan in plan:
             members = [sample_of(index) for index in tree_plan.samples]
@@ -110,11 +119,9 @@ class MicroBatchBuilder:
             for sample in members:
                 branch = len(sample.token_ids) - 1
                 inputs.append(sample.token_ids[:-1])
-                rows.append(
-                    np.concatenate(
-                        [[offset + len(prompt) - 1], np.arange(branch_start, branch_start + branch)]
-                    )
-                )
+                predicts = np.arange(branch_start - 1, branch_start + branch)  # each token's position, less 1
+                predicts[0] = offset + len(prompt) - 1
+                rows.append(predicts[positions[len(rows)]])
                 branch_start += branch
             trees.append(Tree(len(prompt), tuple(len(sample.token_ids) - 1 for sample in members)))
             stretches.append(branch_start - offset + (offset - branch_start) % self.rules.sequence_alignment)
@@ -126,7 +133,6 @@ class MicroBatchBuilder:
             trees.append(Tree(padding, ()))
             stretches.append(padding)
         shard = TokenShard(tuple(stretches) if self.use_te else (offset + padding,), self.cp, self.cp_rank)
-        lengths = [len(sample.token_ids) for sample in samples]
         row_index = shard.local_positions()[_concatenate(rows)]
         local = row_index >= 0
 
@@ -140,11 +146,11 @@ class MicroBatchBuilder:
             packed=self._pack(trees, shard, sequences_per_update),
             keys=tuple(sample.key for sample in samples),
             row_index=row_index[local].to(self.device),
-            targets=pick(_concatenate([sample.token_ids for sample in samples])),
-            sequence_ids=pick(np.repeat(np.arange(len(samples)), lengths)),
-            positions=pick(_concatenate([np.arange(length) for length in lengths])),
+            targets=pick(_trained([sample.token_ids for sample in samples], positions)),
+            sequence_ids=pick(np.repeat(np.arange(len(samples)), list(map(len, positions)))),
+            positions=pick(_concatenate(positions)),
             rollout_logprobs=pick(
-                _concatenate([sample.rollout_logprobs for sample in samples]), torch.float32
+                _trained([sample.rollout_logprobs for sample in samples], positions), torch.float32
             ),
         )
 
@@ -169,6 +175,11 @@ class MicroBatchBuilder:
             max_seqlen_kv=max(lengths),
             routed=routed,
         )
+
+
+def _trained(values: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the values of the tokens at `positions` of each sample, one sample after the other."""
+    return _concatenate([part[places] for part, places in zip(values, positions, strict=True)])
 
 
 def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -80,5 +80,8 @@ class MiniBatchBuilder:
         records = [record for key, record in rollouts.records.items() if key in destinations]
         tokens = exchange_completions(records, destinations, rollouts.local)
         return {
-            key: TrainSample(key, rollouts.prompts[key[0]].token_ids, *data) for key, data in tokens.items()
+            key: TrainSample(
+                key, rollouts.prompts[key[0]].token_ids, *data, untrained=rollouts.records[key].untrained
+            )
+            for key, data in tokens.items()
         }

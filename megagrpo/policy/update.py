@@ -170,7 +170,7 @@ class PolicyUpdater:
             valid = valid & ~rollouts.matrix(rejected, fill=0, dtype=torch.bool)
             advantages, counters = self._advantages(rollouts, rewards, valid)
         lengths = {
-            key: kept_tokens.get(key, record.length) if valid[key] else 0
+            key: kept_tokens.get(key, record.trained_tokens) if valid[key] else 0
             for key, record in rollouts.records.items()
         }
         advantage_of = {key: float(advantages[key]) for key in rollouts.records}
@@ -199,7 +199,7 @@ class PolicyUpdater:
         result = self.algorithm.advantages(
             rewards,
             valid,
-            lengths=rollouts.field_matrix("length"),
+            lengths=rollouts.field_matrix("trained_tokens"),
             reward_parts=parts,
             part_weights=self._part_weights,
         )

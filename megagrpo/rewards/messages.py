@@ -14,7 +14,7 @@ import numpy as np
 
 from megagrpo.errors import UserError
 from megagrpo.rewards import frames
-from megagrpo.types import Completion, Prompt
+from megagrpo.types import Completion, Prompt, build_spans, describe_spans
 
 _STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}  # how pydantic reads the replies
 
@@ -153,10 +153,12 @@ def decode_request(body: bytes) -> Request:
             Completion(
                 prompt_id=entry["prompt_id"],
                 index=entry["index"],
-                token_ids=np.frombuffer(b64decode(entry["token_ids"]), np.int64),
-                logprobs=np.frombuffer(b64decode(entry["logprobs"]), np.float32),
+                spans=build_spans(
+                    entry["spans"],
+                    np.frombuffer(b64decode(entry["token_ids"]), np.int64),
+                    np.frombuffer(b64decode(entry["logprobs"]), np.float32),
+                ),
                 finish_reason=entry["finish_reason"],
-                weight_versions=tuple(map(tuple, entry["weight_versions"])),
                 text=entry["text"],
             )
             for entry in fields["completions"]
@@ -201,9 +203,9 @@ def _describe_completion(completion: Completion) -> dict[str, Any]:
     return {
         "prompt_id": completion.prompt_id,
         "index": int(completion.index),
+        "spans": describe_spans(completion.spans),
         "token_ids": b64encode(np.asarray(completion.token_ids, np.int64).tobytes()).decode(),
         "logprobs": b64encode(np.asarray(completion.logprobs, np.float32).tobytes()).decode(),
         "finish_reason": completion.finish_reason,
-        "weight_versions": [[int(number) for number in span] for span in completion.weight_versions],
         "text": completion.text,
     }

@@ -2,7 +2,7 @@
 checkpoint keeps it: one file per rank with the completions that it generated and their rewards.
 
     token_ids  int64 [T]    logprobs  float32 [T]    of all completions, one after the other
-    metadata   one JSON object per completion, in the same order
+    metadata   one JSON object per completion, in the same order, with the lengths and origins of its spans
 
 A run with another number of ranks deals the files out: what is trained doesn't depend on the rank that holds
 it.
@@ -24,7 +24,7 @@ from megagrpo.parallel.plain_data import exchangeable
 from megagrpo.rollout.dealing import LengthEstimates
 from megagrpo.rollout.replica_states import EngineFailure
 from megagrpo.rollout.rollouts import CompletionRecord, SampleKey
-from megagrpo.types import Completion, Prompt, Reward, SamplingParams
+from megagrpo.types import Completion, Prompt, Reward, SamplingParams, build_spans, describe_spans
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ def describe_share(share: ScoredCompletions, rank: int) -> ShareMetadata:
             len(c.token_ids),
             c.finish_reason,
             share.rewards[key],
-            min(version for _, version in c.weight_versions),
+            min(span.weight_version for span in [s for s in c.spans if s.is_trained] or c.spans),
+            c.untrained,
         )
         for key, c in share.completions.items()
     ]
@@ -183,9 +184,8 @@ def _describe(key: SampleKey, completion: Completion, reward: Reward) -> dict[st
         "key": key,
         "prompt_id": completion.prompt_id,
         "index": completion.index,
-        "length": len(completion.token_ids),
+        "spans": describe_spans(completion.spans),
         "finish_reason": completion.finish_reason,
-        "weight_versions": completion.weight_versions,
         "text": completion.text,
         "reward": asdict(reward),
     }
@@ -197,16 +197,14 @@ def _read_file(path: Path) -> Iterable[tuple[SampleKey, Completion, Reward]]:
         described = json.loads(file.metadata()["completions"])
     start = 0
     for entry in described:
-        tokens = slice(start, start + entry["length"])
+        tokens = slice(start, start + sum(span["length"] for span in entry["spans"]))
         start = tokens.stop
         group, place = entry["key"]
         completion = Completion(
             prompt_id=entry["prompt_id"],
             index=entry["index"],
-            token_ids=token_ids[tokens],
-            logprobs=logprobs[tokens],
+            spans=build_spans(entry["spans"], token_ids[tokens], logprobs[tokens]),
             finish_reason=entry["finish_reason"],
-            weight_versions=tuple((first, version) for first, version in entry["weight_versions"]),
             text=entry["text"],
         )
         yield (group, place), completion, Reward(**entry["reward"])

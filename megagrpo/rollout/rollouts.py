@@ -26,7 +26,14 @@ class CompletionRecord:
     length: int  # tokens, the stop token included
     finish_reason: FinishReason
     reward: Reward
-    weight_version: int  # the oldest that sampled any of its tokens
+    weight_version: int  # the oldest that sampled any of its trained tokens
+    # (first token, end) of what the loss leaves out, ascending
+    untrained: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that the loss counts."""
+        return self.length - sum(end - first for first, end in self.untrained)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class StepRollouts:
         return matrix
 
     def field_matrix(self, name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Lay a field of the records out as [N, G]: `length`, or `reward`."""
+        """Lay a field of the records out as [N, G]: `length`, `trained_tokens` or `reward`."""
         read = (
             (lambda record: record.reward.value)
             if name == "reward"
@@ -74,9 +81,13 @@ class StepRollouts:
 
     @property
     def valid(self) -> torch.Tensor:
-        """Whether the completion exists and was not aborted, bool [N, G]."""
+        """Whether the completion exists, was not aborted and has a token that is trained, bool [N, G]."""
         return self.matrix(
-            {key: record.finish_reason != "abort" for key, record in self.records.items()}, dtype=torch.bool
+            {
+                key: record.finish_reason != "abort" and record.trained_tokens > 0
+                for key, record in self.records.items()
+            },
+            dtype=torch.bool,
         )
 
     def reward_parts(self) -> tuple[list[str], torch.Tensor]:

@@ -40,7 +40,7 @@ EACH = pytest.mark.parametrize("name", REWARDS.names())
 
 def score(name: str, text: str, columns: dict) -> float:
     prompt = Prompt(3, "question", (1,), columns)
-    completion = Completion(3, 0, np.array([1]), np.array([0.0], np.float32), "stop", ((0, 0),), text)
+    completion = Completion.sampled(3, 0, np.array([1]), np.array([0.0], np.float32), "stop", ((0, 0),), text)
     return build_scorer(RewardSpec(name))([prompt], [completion])[0].value
 
 

@@ -8,8 +8,9 @@ correction kept, on all replicas, before the first micro-batch. Metrics travel a
 so where they were taken does not matter.
 
 The batch has lengths from 1 to the limit, a missing, an aborted, a rejected and a fully masked completion,
-and masked tokens; clipping and the KL term act in the second epoch. AdamW's eps is made large, so that the
-first step amplifies no rounding into the second.
+masked tokens, and spans that the policy has not sampled: in the middle of a completion, at both ends of one,
+and all of one, which no mean counts and no group's statistics hold. Clipping and KL term act in the second
+epoch. AdamW's eps is made large, so that the first step amplifies no rounding into the second.
 
 With experts, an expert's gradient is the sum over the tokens that chose it, wherever they were computed (see
 test_moe_invariance.py).

@@ -31,7 +31,7 @@ MARKS = (
 
 def score(gold, text: str, **options) -> float:
     reward = MathReward(**options) if options else REWARD
-    completion = Completion(0, 0, np.array([1]), np.zeros(1, np.float32), "stop", ((0, 0),), text)
+    completion = Completion.sampled(0, 0, np.array([1]), np.zeros(1, np.float32), "stop", ((0, 0),), text)
     return reward(Prompt(0, "q", (1,), {"answer": gold}), completion)
 
 

@@ -29,7 +29,7 @@ def compute_advantages(
         rewards: [N, G] float32 or float64; values at invalid positions are ignored, NaN too.
         valid: [N, G] bool; False for rejected, aborted or missing completions.
         config: estimator, standard deviation and its floor, the estimator's constants.
-        lengths: [N, G] tokens per completion; `opo` needs them.
+        lengths: [N, G] trained tokens per completion; `opo` needs them.
         reward_parts: [N, G, R] one column per reward; `gdpo` needs them.
         part_weights: [R] weights of the columns; default all 1.
 

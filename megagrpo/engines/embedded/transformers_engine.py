@@ -123,7 +123,7 @@ class TransformersEngine(EmbeddedEngine):
 
         def on_row(row: DecodedRow) -> None:
             group, place = divmod(row.order, group_size)
-            groups[group][place] = Completion(
+            groups[group][place] = Completion.sampled(
                 prompt_id=prompts[group].id,
                 index=completion_indices[place],
                 token_ids=row.token_ids,

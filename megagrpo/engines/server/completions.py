@@ -26,7 +26,7 @@ def build_completion(
     spans = [
         (span.start, span.version) for span in sample.spans if span.start < min(span.end, len(token_ids))
     ]
-    return Completion(
+    return Completion.sampled(
         prompt_id=prompt.id,
         index=index,
         token_ids=token_ids,

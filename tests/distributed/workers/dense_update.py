@@ -7,7 +7,7 @@ Nothing of megagrpo's numerics is used. Sequence losses are written as their pap
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +25,15 @@ CONSTANT, KL_COEF, ENTROPY_COEF = 9, 0.05, 0.01
 # alike on its tokens: then the token form of the sequence losses has the papers' gradient.
 BAND, REJECT, CAP = (0.25, 4.0), (0.4, 2.5), 1.3
 GAPS = (0.0, 0.2, -0.2, 0.5, -0.5, 2.0)
+# (first token, end) of what the policy has not sampled: in the middle, at both ends, all of it.
+UNTRAINED = {(0, 1): ((4, 7),), (1, 2): ((0, 2), (5, 8)), (2, 2): ((0, 5),)}
 # eps far above every gradient makes AdamW's step lr / eps * gradient: linear, so it amplifies no rounding.
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.85, 0.97, 100.0, 0.004
 
 
 @dataclass(frozen=True)
 class Row:
-    """One completion. `gaps`: what the engine's log-prob is below the actor's."""
+    """One completion. `gaps`: what the engine's log-prob is below the actor's, of tokens that are trained."""
 
     group: int
     place: int
@@ -45,10 +47,17 @@ class Row:
     def key(self) -> tuple[int, int]:
         return self.group, self.place
 
+    @property
+    def trained(self) -> np.ndarray:
+        """Whether the policy has sampled the token, bool [L]."""
+        places = np.arange(len(self.tokens))
+        inside = [(places >= first) & (places < end) for first, end in UNTRAINED.get(self.key, ())]
+        return ~np.any([np.zeros(len(places), bool), *inside], axis=0)
+
 
 def make_rows(vocab_size: int) -> list[Row]:
     """Lengths from 1 to the limit; an aborted completion, a rejected one, one whose tokens are all out of
-    the band, a ragged group.
+    the band, a ragged group; tokens that the policy has not sampled.
     """
     random = np.random.default_rng(5)
     rows = []
@@ -57,7 +66,8 @@ def make_rows(vocab_size: int) -> list[Row]:
         for place in range(COMPLETIONS):
             if (group, place) == (3, 3):
                 continue  # this one is missing
-            length = {(0, 0): 1, (0, 1): LIMIT}.get((group, place), int(random.integers(2, LIMIT)))
+            length = int(random.integers(2, LIMIT))
+            length = {(0, 0): 1, (0, 1): LIMIT, (1, 2): 8, (2, 2): 5}.get((group, place), length)
             gaps = random.choice(GAPS, length)
             if (group, place) == (1, 0):
                 length, gaps = 6, np.array([2.0, -2.0] * 3)  # fully masked, though its mean ratio is 1
@@ -65,17 +75,20 @@ def make_rows(vocab_size: int) -> list[Row]:
                 gaps = np.full(length, 2.0)  # rejected
             finish = "abort" if (group, place) == (2, 1) else "length" if length == LIMIT else "stop"
             reward = float(random.integers(0, 3)) + 0.25 * place
-            rows.append(
-                Row(group, place, prompt, random.integers(0, vocab_size, length), gaps, reward, finish)
-            )
+            row = Row(group, place, prompt, random.integers(0, vocab_size, length), gaps, reward, finish)
+            rows.append(replace(row, gaps=gaps[row.trained]))
     return rows
 
 
 def score(model: torch.nn.Module, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies [L] of the completion's tokens, from one unpadded forward."""
+    """Log-probs and entropies of the completion's trained tokens, from one unpadded forward."""
     ids = torch.tensor([[*row.prompt, *row.tokens.tolist()]])
     logprobs = (model(ids).logits[0, len(row.prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
-    return logprobs.gather(1, torch.tensor(row.tokens)[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+    sampled, entropies = (
+        logprobs.gather(1, torch.tensor(row.tokens)[:, None])[:, 0],
+        -(logprobs.exp() * logprobs).sum(-1),
+    )
+    return sampled[row.trained], entropies[row.trained]
 
 
 def policy_loss(loss: str, log_ratio: torch.Tensor, advantage: float) -> torch.Tensor:
@@ -120,7 +133,7 @@ def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
         eps=EPS,
         weight_decay=WEIGHT_DECAY,
     )
-    valid = [row for row in rows if row.finish != "abort"]
+    valid = [row for row in rows if row.finish != "abort" and row.trained.any()]
     with torch.no_grad():
         old = {row.key: score(model, row)[0] for row in valid}
     log_ratio = {row.key: torch.tensor(row.gaps) for row in valid}  # actor before the update over engine
@@ -187,8 +200,8 @@ def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
 
 
 def expected_results(folder: Path, algorithms: Iterable[tuple[str, str]]) -> dict:
-    """Return the rows with the engine's log-probs, and the results of every (loss, aggregation) in
-    `algorithms`.
+    """Return the engine's log-probs of the rows' trained tokens, and the results of every (loss,
+    aggregation) in `algorithms`.
     """
     model = load(folder)
     rows = make_rows(model.config.vocab_size)

@@ -98,7 +98,7 @@ def make_rollouts(step: int, vocab_size: int) -> StepRollouts:
             key, source, len(row.tokens), "stop", Reward(row.reward, {"unused": row.reward}), 0
         )
         if source == dist.get_rank():
-            local[key] = Completion(
+            local[key] = Completion.sampled(
                 row.group,
                 row.place,
                 row.tokens,

@@ -320,7 +320,7 @@ class SamplingEngine:
             logprobs = self.model(ids).logits[0, len(prompt.token_ids) - 1 : -1].double().log_softmax(-1)
         values = logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].float().numpy()
         values[2] += self.error
-        return Completion(prompt.id, 0, tokens, values, "length", ((0, 1),), "")
+        return Completion.sampled(prompt.id, 0, tokens, values, "length", ((0, 1),), "")
 
 
 def check_probe(folder: Path, layout: str, groups, sizes: dict[str, int]) -> None:

@@ -17,6 +17,7 @@ from megagrpo.device import device as device_module
 DEVICE = device_module.setup()
 
 import dense_update as dense  # noqa: E402
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from reported_cases import reported_case  # noqa: E402
@@ -37,7 +38,7 @@ from megagrpo.policy.microbatches import PackingRules  # noqa: E402
 from megagrpo.policy.reference import Reference  # noqa: E402
 from megagrpo.policy.update import PolicyUpdater, UpdateResult  # noqa: E402
 from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts  # noqa: E402
-from megagrpo.types import Completion, Prompt, Reward  # noqa: E402
+from megagrpo.types import Completion, Prompt, Reward, Span  # noqa: E402
 from megagrpo.weights.export import WeightExporter  # noqa: E402
 
 TOLERANCE = 1e-5  # relative, float32 against float64
@@ -85,6 +86,19 @@ def make_config(folder: Path, loss: str, aggregation: str) -> Config:
     )
 
 
+def spans_of(row: dense.Row, rollout_logprobs: np.ndarray) -> tuple[Span, ...]:
+    """The row's tokens, cut where sampled ones begin and end; `rollout_logprobs` are of the sampled ones."""
+    places = np.split(np.arange(len(row.tokens)), np.diff(row.trained).nonzero()[0] + 1)
+    logprobs = np.zeros(len(row.tokens), np.float32)
+    logprobs[row.trained] = rollout_logprobs
+    return tuple(
+        Span(row.tokens[part], logprobs[part], 0)
+        if row.trained[part[0]]
+        else Span(row.tokens[part], None, 0, False)
+        for part in places
+    )
+
+
 def make_rollouts(vocab_size: int, rollout_logprobs: dict) -> StepRollouts:
     """The dense rows, each held by one rank only."""
     rows = dense.make_rows(vocab_size)
@@ -95,13 +109,18 @@ def make_rollouts(vocab_size: int, rollout_logprobs: dict) -> StepRollouts:
     records, local = {}, {}
     for number, row in enumerate(rows):
         source = number % dist.get_world_size()
+        completion = Completion(*row.key, spans_of(row, rollout_logprobs[row.key]), row.finish, "")
         records[row.key] = CompletionRecord(
-            row.key, source, len(row.tokens), row.finish, Reward(row.reward, {"unused": row.reward}), 0
+            row.key,
+            source,
+            len(row.tokens),
+            row.finish,
+            Reward(row.reward, {"unused": row.reward}),
+            0,
+            completion.untrained,
         )
         if source == dist.get_rank():
-            local[row.key] = Completion(
-                *row.key, row.tokens, rollout_logprobs[row.key], row.finish, ((0, 0),), ""
-            )
+            local[row.key] = completion
     return StepRollouts(prompts, records, local, dense.COMPLETIONS)
 
 
@@ -181,7 +200,9 @@ def check_gap(name: str, result: UpdateResult, vocab_size: int, rollout_logprobs
     gap = result.logprob_gap
     row = next(row for row in dense.make_rows(vocab_size) if row.key == gap.key)
     assert gap.token_id == row.tokens[gap.position], name
-    assert gap.rollout_logprob == float(rollout_logprobs[gap.key][gap.position]), name
+    assert row.trained[gap.position], name
+    sampled_before = int(row.trained[: gap.position].sum())
+    assert gap.rollout_logprob == float(rollout_logprobs[gap.key][sampled_before]), name
     return {"logprob_gap": gap.gap}
 
 

@@ -19,12 +19,13 @@ from megagrpo.types import Completion, Reward
 
 # Where this fails because something is saved that was not, or no longer is: raise FORMAT_VERSION (and
 # OLDEST_RESUMABLE, unless the older one can be read as well), then write down here what it stands for.
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "step weight_version model tokenizer layout versions files reference score format_version"
 STATE = "step updates weight_version nonfinite_in_a_row wall_seconds roll_backs row unrecorded parts"
 RANDOM = {"python", "numpy", "torch"}
 IN_FLIGHT_TENSORS = {"token_ids", "logprobs"}
-IN_FLIGHT = "key prompt_id index length finish_reason weight_versions text reward"
+IN_FLIGHT = "key prompt_id index spans finish_reason text reward"
+SPAN = "length is_sampled weight_version is_trained"
 
 
 def test_what_is_saved_is_what_the_format_version_stands_for():
@@ -32,12 +33,13 @@ def test_what_is_saved_is_what_the_format_version_stands_for():
     assert [field.name for field in fields(Manifest)] == MANIFEST.split()
     assert [field.name for field in fields(TrainerState)] == STATE.split()
     assert json.loads(RandomStates(0).state()).keys() - {"cuda"} == RANDOM
-    completion = Completion(1, 0, np.arange(2), np.zeros(2, np.float32), "stop", ((0, 3),), "text")
+    completion = Completion.sampled(1, 0, np.arange(2), np.zeros(2, np.float32), "stop", ((0, 3),), "text")
     data = pack_share(ScoredCompletions({(0, 0): completion}, {(0, 0): Reward(1.0, {})}))
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert load(data).keys() == IN_FLIGHT_TENSORS
     (described,) = json.loads(header["__metadata__"]["completions"])
     assert list(described) == IN_FLIGHT.split()
+    assert list(described["spans"][0]) == SPAN.split()
 
 
 class OneCheckpoint:

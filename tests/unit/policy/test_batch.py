@@ -2,6 +2,8 @@
 rows.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -41,6 +43,17 @@ def test_completions_of_one_prompt_share_it_and_its_last_position():
     assert batch.sequence_ids.tolist() == [0, 0, 1, 2, 2, 2]
     assert batch.positions.tolist() == [0, 1, 0, 0, 1, 2]
     assert batch.packed.rotary_positions.tolist() == [0, 1, 2, 2, 3]
+
+
+def test_tokens_that_are_not_trained_are_read_and_have_no_rows():
+    """Of 20 21 22 23 the middle two were not sampled: they are inputs, and the last is predicted from 22."""
+    partly = replace(sample(0, 0, [10, 11], [20, 21, 22, 23]), untrained=((1, 3),))
+    batch = build([[0, 1]], [partly, sample(0, 1, [10, 11], [30, 31])])
+    assert batch.tokens.tolist() == [[10, 11, 20, 21, 22, 30]]
+    assert batch.row_index.tolist() == [1, 4, 1, 5]
+    assert batch.targets.tolist() == [20, 23, 30, 31]
+    assert batch.positions.tolist() == [0, 3, 0, 1]
+    assert batch.sequence_ids.tolist() == [0, 0, 1, 1]
 
 
 def test_padding_fills_the_alignment_and_has_no_rows():

@@ -17,7 +17,9 @@ def make_group():
     def make(*texts: str, prompt_id: int = 0, **columns) -> tuple[list[Prompt], list[Completion]]:
         prompt = Prompt(prompt_id, "question", (1, 2), columns)
         return [prompt] * len(texts), [
-            Completion(prompt_id, index, np.array([1]), np.array([0.0], np.float32), "stop", ((0, 0),), text)
+            Completion.sampled(
+                prompt_id, index, np.array([1]), np.array([0.0], np.float32), "stop", ((0, 0),), text
+            )
             for index, text in enumerate(texts)
         ]
 

@@ -221,7 +221,7 @@ from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Completion, Prompt
 
 pool = RewardPool(RewardsConfig(functions=[{{"name": {name!r}}}], timeout_seconds=600.0))
-pool.score([Prompt(0, "", ())], [Completion(0, 0, np.zeros(1), np.zeros(1), "stop", (), "")])
+pool.score([Prompt(0, "", ())], [Completion.sampled(0, 0, np.zeros(1), np.zeros(1), "stop", ((0, 0),), "")])
 """)
     parent = subprocess.Popen([sys.executable, script])
     try:

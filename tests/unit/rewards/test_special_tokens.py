@@ -28,7 +28,7 @@ def tokenizer():
 def sample(text: str, finish_reason: str = "stop") -> Completion:
     ids = np.array([WORDS.index(word) for word in text.split()])
     stripped = " ".join(word for word in text.split() if word not in ("<think>", "</think>", "<end>"))
-    return Completion(0, 0, ids, np.zeros(len(ids), np.float32), finish_reason, ((0, 0),), stripped)
+    return Completion.sampled(0, 0, ids, np.zeros(len(ids), np.float32), finish_reason, ((0, 0),), stripped)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class ScriptedEngine:
             length = self.length_of(prompt)
             groups.append(
                 [
-                    Completion(
+                    Completion.sampled(
                         prompt.id,
                         index,
                         np.arange(length) + index,

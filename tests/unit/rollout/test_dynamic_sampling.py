@@ -18,7 +18,7 @@ def rollouts_with(rewards, first_prompt=0, cut=()):
             key = (group, place)
             finish = "length" if key in cut else "stop"
             records[key] = CompletionRecord(key, 0, 2, finish, Reward(reward, {"r": reward}), 0)
-            local[key] = Completion(
+            local[key] = Completion.sampled(
                 prompts[group].id, place, np.zeros(2, int), np.zeros(2, np.float32), "stop", ((0, 0),), ""
             )
     return StepRollouts(prompts, records, local, len(rewards[0]))

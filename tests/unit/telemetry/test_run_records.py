@@ -271,7 +271,7 @@ def test_without_a_terminal_the_line_is_plain_and_also_in_the_log(tmp_path):
 
 def sample(prompt_id, index, reward):
     prompt = Prompt(id=prompt_id, text=f"prompt {prompt_id}", token_ids=(1, 2))
-    completion = Completion(
+    completion = Completion.sampled(
         prompt_id, index, np.array([3, 4, 5]), np.zeros(3, np.float32), "stop", ((0, 1),), "größer"
     )
     return prompt, completion, Reward(reward, {"exact": reward})
