@@ -10,7 +10,7 @@ from megagrpo.errors import UserError
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import all_gather_metadata
 from megagrpo.parallel.plain_data import exchangeable
-from megagrpo.rollout.replica_states import ReplicaStates
+from megagrpo.rollout.dealing import ReplicaStates
 
 # states of an engine that takes a whole update
 _UPDATABLE = (EngineState.SERVING, EngineState.EMPTY, EngineState.STALE)

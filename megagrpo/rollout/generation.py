@@ -15,6 +15,7 @@ from megagrpo.errors import RelayedError, SharedUserError, StopRequested
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.rewards.pool import RewardPool
+from megagrpo.rollout.dealing import EngineFailure, ReplicaStates
 from megagrpo.rollout.in_flight import (
     CompletedRollouts,
     PendingRollouts,
@@ -24,7 +25,6 @@ from megagrpo.rollout.in_flight import (
     describe_failure,
     describe_share,
 )
-from megagrpo.rollout.replica_states import EngineFailure, ReplicaStates
 from megagrpo.rollout.rollouts import SampleKey, StepRollouts
 from megagrpo.types import Completion, Prompt, Reward
 

@@ -21,8 +21,7 @@ from safetensors.numpy import save
 from megagrpo.errors import UserError
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.plain_data import exchangeable
-from megagrpo.rollout.dealing import LengthEstimates
-from megagrpo.rollout.replica_states import EngineFailure
+from megagrpo.rollout.dealing import EngineFailure, LengthEstimates
 from megagrpo.rollout.rollouts import CompletionRecord, SampleKey
 from megagrpo.types import Completion, Prompt, Reward, SamplingParams, build_spans, describe_spans
 

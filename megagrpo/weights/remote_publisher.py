@@ -20,8 +20,7 @@ from megagrpo.weights.acknowledgements import describe_difference
 from megagrpo.weights.context import PublishContext
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.publisher import Publisher, PublishError, PublishStats, Stages, agree
-from megagrpo.weights.selection.base import Selection
-from megagrpo.weights.selection.everything import Everything
+from megagrpo.weights.selection.base import Everything, Selection
 from megagrpo.weights.transports.base import SLOTS, Transport
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from megagrpo.engines.base import EngineError
+from megagrpo.engines.completion_rules import StopRule
 from megagrpo.engines.embedded.kv_cache import DecodeStep, PrefillStep, RolloutCache, RowLayout
-from megagrpo.engines.embedded.stopping import StopRule
 from megagrpo.types import FinishReason, Prompt, SamplingParams
 from megagrpo.wire.counter_sampling import draw_uniforms, row_keys, sample_tokens
 

@@ -10,14 +10,13 @@ from transformers.modeling_utils import AttentionInterface
 
 from megagrpo.config.engine import EngineConfig
 from megagrpo.engines.base import EmbeddedEngine, EngineError, EngineHealth, OnGroup
+from megagrpo.engines.completion_rules import StopRule, check_request
 from megagrpo.engines.embedded.decoding import DecodedRow, Decoder, Request
 from megagrpo.engines.embedded.fused_projections import fuse_query_key_value
 from megagrpo.engines.embedded.in_place_weights import InPlaceWeights
 from megagrpo.engines.embedded.kv_cache import RolloutCache
-from megagrpo.engines.embedded.stopping import StopRule
 from megagrpo.engines.hf_model import build_model, end_token_ids, load_from_folder
 from megagrpo.engines.lifecycle import Action, EngineLifecycle
-from megagrpo.engines.request_checks import check_request
 from megagrpo.models.hf_config import read_hf_config
 from megagrpo.models.stacked_experts import stacked_rules
 from megagrpo.types import Completion, Prompt, SamplingParams

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.engines.embedded.stopping import StopRule
+from megagrpo.engines.completion_rules import StopRule
 from megagrpo.engines.server.answers import Sample
 from megagrpo.types import Completion, Prompt
 

@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megagrpo.engines.base import EngineError, OnGroup
-from megagrpo.engines.embedded.stopping import StopRule
+from megagrpo.engines.completion_rules import StopRule, check_request, consecutive_runs
 from megagrpo.engines.lifecycle import EngineLifecycle
-from megagrpo.engines.request_checks import check_request, consecutive_runs
 from megagrpo.engines.server.answers import Asked, Sample, SampleError, check_samples
 from megagrpo.engines.server.completions import build_completion
 from megagrpo.engines.server.engine_server import EngineServer

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.bucket_engine import Ack
-from megagrpo.engines.request_checks import prompt_seed
+from megagrpo.engines.completion_rules import prompt_seed
 from megagrpo.engines.server.answers import (
     ACKS,
     CHECKSUMS,

@@ -1,4 +1,4 @@
-"""The contract of a selection: what of the weights a publish sends. How it gets there is a transport's."""
+"""What of the weights a publish sends: the contract, and everything. How it gets there is a transport's."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -51,3 +51,13 @@ class Selection(ABC):
 
     def _bytes(self, transfers: Sequence[Transfer]) -> int:
         return sum(map(self.context.plan.transfer_bytes, transfers))
+
+
+class Everything(Selection):
+    """All of the weights, in every publish."""
+
+    def select(self, bucket: int) -> SelectedBucket:
+        """Return the bucket with all of its slices. Not collective."""
+        sends = self._sends(bucket)
+        nbytes = self._bytes(sends)
+        return SelectedBucket(bucket, sends, nbytes, nbytes)

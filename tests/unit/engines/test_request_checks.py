@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megagrpo.engines.request_checks import consecutive_runs, prompt_seed
+from megagrpo.engines.completion_rules import consecutive_runs, prompt_seed
 from megagrpo.engines.server.command import command_line_arguments, device_environment
 from megagrpo.errors import UserError
 from megagrpo.types import Prompt, SamplingParams

@@ -4,9 +4,9 @@ import pytest
 
 from megagrpo.engines.base import EngineError, EngineHealth
 from megagrpo.errors import SharedUserError, UserError
+from megagrpo.rollout.dealing import EngineFailure, ReplicaStates
 from megagrpo.rollout.generation import RolloutFailedError, RolloutGenerator
 from megagrpo.rollout.in_flight import RolloutRequest
-from megagrpo.rollout.replica_states import EngineFailure, ReplicaStates
 from megagrpo.types import Prompt, SamplingParams
 
 RANKS = 2

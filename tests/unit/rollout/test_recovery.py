@@ -9,7 +9,7 @@ from megagrpo.engines.base import EngineError, EngineHealth
 from megagrpo.errors import StopRequested, UserError
 from megagrpo.fleet.recovering_publisher import RecoveringPublisher
 from megagrpo.fleet.replica_recovery import ReplicaRecovery
-from megagrpo.rollout.replica_states import ReplicaStates
+from megagrpo.rollout.dealing import ReplicaStates
 from megagrpo.weights.publisher import PublishError, PublishStats
 
 RANKS = 2

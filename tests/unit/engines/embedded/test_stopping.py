@@ -1,4 +1,4 @@
-"""Tests of megagrpo.engines.embedded.stopping: the reference decodes the whole completion after every
+"""Tests of megagrpo.engines.completion_rules: the reference decodes the whole completion after every
 token.
 """
 
@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megagrpo.engines.embedded.stopping import StopRule
+from megagrpo.engines.completion_rules import StopRule
 from megagrpo.types import SamplingParams
 
 TEXT = "Ünï → 🙂 code\nQuestion: a b  c\nQ: 日本語 🙂🙂 END"

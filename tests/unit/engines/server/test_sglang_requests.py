@@ -15,7 +15,7 @@ import torch
 from megagrpo.config.engine import SglangServerConfig, build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
-from megagrpo.engines.embedded.stopping import StopRule
+from megagrpo.engines.completion_rules import StopRule
 from megagrpo.engines.server import sglang_protocol
 from megagrpo.engines.server.completions import build_completion
 from megagrpo.engines.server.http_client import EngineClient
