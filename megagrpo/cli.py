@@ -74,6 +74,7 @@ def _run(
     launch: Launch, path: Path, overrides: list[str], nproc: int | None, max_restarts: int, dry_run: bool
 ) -> int:
     """Check the configuration, then start the ranks and wait for them; return the exit code."""
+    from megagrpo.planning.dry_run import describe_ranks
     from megagrpo.planning.preflight import prepare_run
 
     config, num_ranks = prepare_run(path, overrides, nproc)
@@ -83,6 +84,7 @@ def _run(
         print_dry_run(config, num_ranks)
         return exit_codes.DONE
     make_run_folder(Path(config.run.dir))
+    print(f"starting {describe_ranks(config, num_ranks)}: {config.run.steps} steps of {path}", flush=True)
     engines_are_local = {urlsplit(each).hostname for each in config.engine.given_addresses} <= LOOPBACK_NAMES
     return launch.run([str(path), *overrides], num_ranks, max_restarts, engines_are_local=engines_are_local)
 

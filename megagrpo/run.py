@@ -25,36 +25,51 @@ from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update_gate import UpdateGate
 from megagrpo.session import Session, build_session
 from megagrpo.supervision.supervisor import Supervisor
+from megagrpo.telemetry.activity import Activity
 from megagrpo.telemetry.clock import RunClock
+from megagrpo.telemetry.display import Display
 from megagrpo.telemetry.recorder import NullRecorder, Recorder
 from megagrpo.telemetry.timers import PhaseTimers
 from megagrpo.trainer import Trainer
 from megagrpo.weights.export import WeightExporter
 
 
-def run_training(config: Config, device: torch.device, supervisor: Supervisor | None = None) -> None:
+def run_training(
+    config: Config,
+    device: torch.device,
+    supervisor: Supervisor | None = None,
+    display: Display | None = None,
+) -> None:
     """Run a configuration from start (or its newest checkpoint) to end on this rank's `device`. Collective
     over all ranks.
 
     Args:
         supervisor: told where the rank is; None: nobody watches.
+        display: of rank 0, which shows what runs; None makes one there.
     """
     clock, run_dir = RunClock(), Path(config.run.dir)
     supervisor = supervisor or Supervisor(run_dir, config.watchdog)
     is_first = os.environ.get("RANK", "0") == "0"
-    recorder = (
-        Recorder(run_dir, config.run.steps, config.telemetry, dump_config(config))
-        if is_first
-        else NullRecorder()
-    )
+    activity = display.activity if display else Activity(config.run.steps)
+    recorder = NullRecorder()
+    if is_first:
+        display = display or Display(activity)
+        recorder = Recorder(run_dir, config.run.steps, config.telemetry, dump_config(config), display)
     if crowding := describe_crowding(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         recorder.note(crowding)
     timers = PhaseTimers(
-        finish_queued_work, on_enter=[supervisor.enter, recorder.phase], on_leave=[supervisor.leave]
+        finish_queued_work,
+        on_enter=[supervisor.enter, activity.enter],
+        on_leave=[supervisor.leave, activity.leave],
     )
     with supervisor.phase("start"):
         session = build_session(
-            config, device, engine_start=partial(timers.phase, "engine_start"), note=recorder.note
+            config,
+            device,
+            engine_start=partial(timers.phase, "engine_start"),
+            note=recorder.note,
+            building=activity.build,
+            counts=activity.count,
         )
     try:
         supervisor.training_begins(while_stopping=session.generator.give_up)
@@ -85,6 +100,7 @@ def run_training(config: Config, device: torch.device, supervisor: Supervisor | 
         ).run()
         destroy_groups()
     except Exception as error:
+        recorder.close()
         # before the engines and workers are closed: the other ranks wait for the cause
         supervisor.fail(error)
         raise

@@ -15,7 +15,7 @@ from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
 from megagrpo.config.schema import Config, EvaluationSetConfig
 from megagrpo.device.device import set_deterministic
 from megagrpo.engines.base import Engine
-from megagrpo.engines.replicas import build_rollout_engine, owner_of_replica, replicas_of_ranks
+from megagrpo.engines.replicas import build_rollout_engine, engine_log, owner_of_replica, replicas_of_ranks
 from megagrpo.engines.server.engine import ServerEngine
 from megagrpo.fleet.recovering_publisher import RecoveringPublisher
 from megagrpo.fleet.replica_recovery import ReplicaRecovery
@@ -41,6 +41,7 @@ from megagrpo.rollout.pipeline import RolloutPipeline
 from megagrpo.rollout.prompts import PromptSampler, PromptSource, load_prompts
 from megagrpo.rollout.tokenisation import check_tokenizer, load_tokenizer
 from megagrpo.supervision.run_lock import RunLock, hold_run_folder
+from megagrpo.telemetry.activity import Counts, count_nothing
 from megagrpo.types import Prompt
 from megagrpo.weights.from_config import build_publisher
 from megagrpo.weights.publisher import Publisher
@@ -79,17 +80,22 @@ def build_session(
     device: torch.device,
     engine_start: Callable[[], AbstractContextManager[None]] = nullcontext,
     note: Callable[[str], None] = lambda line: None,
+    building: Callable[[str, Path | None], None] = lambda what, log: None,
+    counts: Counts = count_nothing,
 ) -> Session:
     """Check the inputs, then build models, engine, reward workers and data. Collective over all ranks.
 
     Args:
         engine_start: what all ranks are in while they wait for an engine that is started anew.
         note: told what the user should know of the data, line by line.
+        building: told what is built next, and the log of another process that is waited for.
+        counts: told how far the phases of a step have come.
 
     Raises:
         UserError: anything about the model, the data or the rewards that the user can mend; before the models
             are built where it can be known by then.
     """
+    building("tokenizer and data", None)
     set_deterministic(config.run.deterministic)
     precision = build_precision(config.precision.recipe)
     use_te = uses_transformer_engine(config.model.attention, precision.params_dtype)
@@ -103,6 +109,7 @@ def build_session(
     check_tokenizer(tokenizer, hf.vocab_size)
     source, evaluation_prompts = load_prompts(config, tokenizer, hf.max_position_embeddings, note)
     sets = prompts_by_field(source, evaluation_prompts)
+    building("the reward workers", None)
     rewards = RewardPool(
         config.rewards,
         {place: list(prompts[0].columns) for place, prompts in sets.items()},
@@ -110,6 +117,7 @@ def build_session(
         if config.rewards.special_tokens == "strip"
         else text_with_special_tokens(tokenizer, config.rollout.stop),
     )
+    building("the process groups", None)
     layout = build_layout(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
     groups = build_groups(layout, config.run.collective_timeout_seconds)
     check_same_on_ranks(sets)
@@ -129,15 +137,18 @@ def build_session(
         )
         return load_stage_model(config.model.path, hf, transformer_config, groups, device, use_te)
 
+    building("the actor", None)
     actor = Actor(
         load_model(),
         config.optimizer,
         config.parallel.overlap_grad_reduce,
         config.parallel.overlap_param_gather,
+        counts,
     )
     if not is_megatron_checkpoint(config.model.path):
         check_no_unknown_tensors(actor.model, config.model.path)
-    reference = Reference(load_model()) if algorithm.needs_reference else None
+    building("the reference" if algorithm.needs_reference else "the update", None)
+    reference = Reference(load_model(), counts) if algorithm.needs_reference else None
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     rules = PackingRules(
         config.update.max_tokens_per_microbatch,
@@ -161,6 +172,7 @@ def build_session(
         rollout=config.rollout,
         rewards=config.rewards,
     )
+    building(f"the rollout engine ({config.engine.name})", engine_log(config, replica=0))
     engine = build_rollout_engine(config, groups, hf_folder, tokenizer, device, precision.params_dtype)
     generator = RolloutGenerator(
         engine,
@@ -169,9 +181,11 @@ def build_session(
         replicas_of_ranks(config, groups.world_size),
         is_embedded=engine.is_embedded,
         revive=lambda: isinstance(publisher, RecoveringPublisher) and publisher.revive(),
+        counts=counts,
     )
+    building("the plan of weights", None)
     publisher = _watch_replicas(
-        build_publisher(config, actor, builder, engine), config, engine, generator, engine_start
+        build_publisher(config, actor, builder, engine, counts), config, engine, generator, engine_start
     )
     sampler = PromptSampler(source, config.run.seed)
     return Session(

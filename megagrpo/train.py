@@ -129,15 +129,20 @@ def _supervise(config: "Config", rank_device: "torch.device") -> None:
     from megagrpo.supervision.board import open_board
     from megagrpo.supervision.processes import leave_now
     from megagrpo.supervision.supervisor import Supervisor
+    from megagrpo.telemetry.activity import Activity
+    from megagrpo.telemetry.display import Display
 
+    display = Display(Activity(config.run.steps)) if rank() == 0 else None
     supervisor = Supervisor(Path(config.run.dir), config.watchdog, rank(), world_size())
     try:
         supervisor.start(open_board())
         from megagrpo.run import run_training  # the imports belong to what is watched
 
-        run_training(config, rank_device, supervisor)
+        run_training(config, rank_device, supervisor, display)
         supervisor.finish()
     except Exception as error:
+        if display is not None:
+            display.close()
         leave_now(supervisor.fail(error))
 
 

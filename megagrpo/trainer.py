@@ -138,6 +138,8 @@ class Trainer:
 
         An evaluation that is stopped or fails leaves all of this to the run that resumes.
         """
+        if metrics:
+            self.recorder.show(self.state.step, metrics)
         if evaluates:
             self.state.unrecorded = metrics
             with self.timers.phase("evaluate"):

@@ -35,6 +35,14 @@ def replicas_of_ranks(config: Config, world_size: int) -> list[int]:
     ]
 
 
+def engine_log(config: Config, replica: int) -> Path | None:
+    """Return the log of a server that the run starts; None where it starts none."""
+    if ENGINES.find(config.engine.name).is_embedded or config.engine.server.addresses:
+        return None
+    name = config.engine.name.rpartition(":")[2]  # of FILE.py:NAME
+    return Path(config.run.dir) / "engines" / f"{name}_{replica}.log"
+
+
 def build_rollout_engine(
     config: Config,
     groups: ParallelGroups,
@@ -60,8 +68,7 @@ def build_rollout_engine(
     num_replicas = config.engine.server.num_replicas
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
     owner = owner_of_replica(replica, groups.world_size, num_replicas)
-    name = config.engine.name.rpartition(":")[2]  # of FILE.py:NAME
-    log_file = Path(config.run.dir) / "engines" / f"{name}_{replica}.log"
+    log_file = engine_log(config, replica)
     given = config.engine.server.addresses[replica] if config.engine.server.addresses else None
     engine, address, problem = None, None, None
     if groups.rank == owner:

@@ -100,6 +100,12 @@ def format_prompts(config: Config) -> str:
     return "\n".join(["Prompts", "-------", *lines])
 
 
+def describe_ranks(config: Config, world_size: int) -> str:
+    """Return how many ranks there are and how they are used, e.g. `2 ranks (tp 2, dp 1)`."""
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return f"{ranks} ({build_layout(config.parallel, world_size).describe()})"
+
+
 def format_dry_run(config: Config, world_size: int) -> str:
     """Return the whole text of a dry run."""
     layout = build_layout(config.parallel, world_size)

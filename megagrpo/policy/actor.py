@@ -23,6 +23,7 @@ from megagrpo.device.megatron_fixes import prime_optimizer
 from megagrpo.models.stage import StageModel
 from megagrpo.policy.batch import MicroBatch
 from megagrpo.policy.forward import LossFunction, compute_logprobs, run_schedule
+from megagrpo.telemetry.activity import Counts, count_nothing
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,15 @@ class Actor:
         optimizer: OptimizerConfig,
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
+        counts: Counts = count_nothing,
     ):
         """Args:
         overlap_grad_reduce: reduce gradients bucket by bucket while the last micro-batch's backward runs.
         overlap_param_gather: gather updated weights while the next forward runs; see `gather_parameters`.
+        counts: told of each micro-batch.
         """
         self.model = model
-        self.options = optimizer
+        self.options, self.counts = optimizer, counts
         self.overlap_param_gather = overlap_param_gather
         # Sums only: `calculate_per_token_loss` turns DDP's averaging off, and the token count that Megatron
         # would divide by is
@@ -117,7 +120,7 @@ class Actor:
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[torch.Tensor]:
         """Return log-probs [R] per micro-batch, without gradients; empty on stages other than the last."""
-        return compute_logprobs(self.model, self.chunks, batches, temperature)
+        return compute_logprobs(self.model, self.chunks, batches, temperature, self.counts)
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Accumulate the gradients of the summed loss of `batches` and reduce them over data parallel ranks.
@@ -128,7 +131,7 @@ class Actor:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return run_schedule(self.model, self.chunks, batches, loss, forward_only=False)
+        return run_schedule(self.model, self.chunks, batches, loss, forward_only=False, counts=self.counts)
 
     def apply_gradients(self, lr: float, accepts: Callable[[float], bool] | None = None) -> AppliedUpdate:
         """Clip and step; a gradient that is not finite skips the update. The norm is global, so all ranks

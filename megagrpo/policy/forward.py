@@ -2,6 +2,7 @@
 plumbing.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from megagrpo.device.device import megatron_region
 from megagrpo.models.stage import StageModel
 from megagrpo.ops.logprobs import LinearLogprobs, linear_logprobs
 from megagrpo.policy.batch import MicroBatch
+from megagrpo.telemetry.activity import Counts, count_nothing
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], Any]
 
@@ -61,6 +63,7 @@ def run_schedule(
     batches: Sequence[MicroBatch],
     loss: LossFunction,
     forward_only: bool,
+    counts: Counts = count_nothing,
 ) -> list[Any]:
     """Run Megatron's pipeline schedule. Collective over the model parallel ranks; every rank passes as many
     micro-batches.
@@ -71,13 +74,16 @@ def run_schedule(
         batches: this replica's micro-batches.
         loss: on the last stage, called with each micro-batch and its output. With `forward_only` its result
             is collected; otherwise it returns (summed loss, anything to collect).
+        counts: told of each micro-batch that begins.
 
     Returns:
         What `loss` gave to collect, per micro-batch; an empty list on other stages.
     """
+    begun = itertools.count(1)
 
     def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         batch = next(iterator)
+        counts("micro-batches", next(begun), len(batches) * len(chunks))
         output = chunk(batch.tokens, None, None, packed_seq_params=batch.packed)
         return output, partial(_on_output, batch)
 
@@ -102,7 +108,11 @@ def run_schedule(
 
 
 def compute_logprobs(
-    model: StageModel, chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], temperature: float
+    model: StageModel,
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[MicroBatch],
+    temperature: float,
+    counts: Counts = count_nothing,
 ) -> list[torch.Tensor]:
     """Return the log-probs [R] of each micro-batch, without gradients. Empty on stages other than the
     last.
@@ -111,4 +121,4 @@ def compute_logprobs(
     def score(batch: MicroBatch, output: torch.Tensor) -> torch.Tensor:
         return row_logprobs(model, loss_rows(model, output, batch), batch.targets, temperature).logprobs
 
-    return run_schedule(model, chunks, batches, score, forward_only=True)
+    return run_schedule(model, chunks, batches, score, forward_only=True, counts=counts)

@@ -19,7 +19,7 @@ def compute_update_metrics(result: UpdateResult, lr: float) -> dict[str, float]:
         metrics[names.GRAD_NORM] = sum(norms) / len(norms)
         if len(norms) > 1:
             metrics[names.LARGEST_GRAD_NORM] = max(norms)
-        metrics["optimizer/lr"] = lr
+        metrics[names.LEARNING_RATE] = lr
     if result.logprob_gap:
         metrics[names.LOGPROB_GAP] = result.logprob_gap.gap
     if FRESH_GAP in result.metrics:

@@ -7,6 +7,7 @@ only as many prompts as are missing. All decisions are functions of all-gathered
 decides alike.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,21 @@ from megagrpo.algorithms.overlong import mask_overlong
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.rollout.failed_scores import ScoreCounts, count_scores
 from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts, concatenate, select_groups
+
+
+@dataclass(frozen=True)
+class GroupOutcomes:
+    """How the groups of some rollouts came out."""
+
+    signal: int = 0  # their rewards differ
+    solved: int = 0  # all their rewards are the same, and above 0
+    repeated: int = 0  # their prompt was drawn for another group too
+
+    def __add__(self, other: "GroupOutcomes") -> "GroupOutcomes":
+        """Return the counts of both."""
+        return GroupOutcomes(
+            self.signal + other.signal, self.solved + other.solved, self.repeated + other.repeated
+        )
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,7 @@ class SamplingCounts:
     generated_tokens: int
     scores: ScoreCounts = field(default_factory=ScoreCounts)  # of all rounds
     sampled: Sequence[CompletionRecord] = ()  # of all rounds, those of dropped groups too
+    outcomes: GroupOutcomes = field(default_factory=GroupOutcomes)  # of all rounds
 
 
 def informative_groups(rollouts: StepRollouts, masks_overlong: bool = False) -> list[int]:
@@ -40,6 +57,17 @@ def informative_groups(rollouts: StepRollouts, masks_overlong: bool = False) -> 
         valid = mask_overlong(valid, rollouts.cut_by_length)
     equal = find_equal_rewards(rollouts.field_matrix("reward"), valid)
     return [group for group in range(len(rollouts.prompts)) if not equal[group]]
+
+
+def count_outcomes(rollouts: StepRollouts, masks_overlong: bool = False) -> GroupOutcomes:
+    """Return how the groups came out; `masks_overlong` as in `informative_groups`."""
+    signal = set(informative_groups(rollouts, masks_overlong))
+    rewards: dict[int, float] = {}
+    for (group, _), record in rollouts.records.items():
+        rewards[group] = max(rewards.get(group, -math.inf), record.reward.value)
+    solved = sum(reward > 0 for group, reward in rewards.items() if group not in signal)
+    ids = [prompt.id for prompt in rollouts.prompts]
+    return GroupOutcomes(len(signal), solved, len(ids) - len(set(ids)))
 
 
 def collect_groups(
@@ -63,8 +91,9 @@ def collect_groups(
     scores = count_scores(rollouts)
     scores.require_any("the step")  # every rank decides alike
     sampled = list(rollouts.records.values())
+    outcomes = count_outcomes(rollouts, config.overlong.mask)
     if not config.dynamic_sampling.enabled:
-        return rollouts, SamplingCounts(wanted, 0, 0, count_tokens(sampled), scores, sampled)
+        return rollouts, SamplingCounts(wanted, 0, 0, count_tokens(sampled), scores, sampled, outcomes)
 
     def keep(some: StepRollouts) -> StepRollouts:
         return select_groups(some, informative_groups(some, config.overlong.mask))
@@ -77,10 +106,12 @@ def collect_groups(
         rollouts = generate(missing, refills)
         generated += missing
         scores += count_scores(rollouts)
+        outcomes += count_outcomes(rollouts, config.overlong.mask)
         sampled += rollouts.records.values()
         kept = concatenate([kept, keep(rollouts)])
     dropped = generated - len(kept.prompts)
-    return kept, SamplingCounts(generated, dropped, refills, count_tokens(sampled), scores, sampled)
+    tokens = count_tokens(sampled)
+    return kept, SamplingCounts(generated, dropped, refills, tokens, scores, sampled, outcomes)
 
 
 def count_tokens(records: Sequence[CompletionRecord]) -> int:

@@ -26,6 +26,8 @@ from megagrpo.rollout.in_flight import (
     describe_share,
 )
 from megagrpo.rollout.rollouts import SampleKey, StepRollouts
+from megagrpo.rollout.share_progress import ShareProgress
+from megagrpo.telemetry.activity import Counts, count_nothing
 from megagrpo.types import Completion, Prompt, Reward
 
 STOP_POLL_SECONDS = 0.5  # between two looks, while scores are waited for, at whether they are still wanted
@@ -48,16 +50,18 @@ class RolloutGenerator:
         replica_of_rank: Sequence[int],
         is_embedded: bool = True,
         revive: Callable[[], bool] = lambda: False,
+        counts: Counts = count_nothing,
     ):
         """Args:
         revive: starts lost replicas anew when none is left, says if any is then. Collective.
         replica_of_rank: the engine replica that each rank generates through.
         is_embedded: the engine is part of the rank: where it fails, another rank's would too. Otherwise
             other replicas take over.
+        counts: told of this rank's completions and scores, as they come.
         """
         self.engine, self.rewards, self.groups, self.is_embedded = engine, rewards, groups, is_embedded
         self.replicas = ReplicaStates(replica_of_rank)
-        self.revive = revive
+        self.revive, self.counts = revive, counts
         self._is_closing = False  # shares that run in threads end early
         self.is_given_up = False  # those that the main thread waits for do
         self._is_waited_for = False
@@ -153,6 +157,7 @@ class RolloutGenerator:
         scores: dict[int, Future[list[Reward]]] = {}
         completions: dict[SampleKey, Completion] = {}
         count, failure, life = request.completions_per_prompt, None, self.replicas.life(self.groups.rank)
+        progress = ShareProgress(self.counts, len(mine), count)
         for occurrence, groups in self._by_occurrence(request.prompts, mine).items():
             if is_given_up():
                 break
@@ -170,6 +175,7 @@ class RolloutGenerator:
                     {(groups[position], place): completion for place, completion in enumerate(group)}
                 )
                 scores[groups[position]] = self.rewards.submit([prompts[position]] * len(group), group)
+                progress.completed(group, scores.values())
 
             start = request.first_index + occurrence * count
             try:
@@ -181,7 +187,7 @@ class RolloutGenerator:
                 break
         generated = time.perf_counter()
         while not is_given_up() and wait(scores.values(), timeout=STOP_POLL_SECONDS).not_done:
-            pass
+            progress.scored(scores.values())
         if is_given_up():
             return ScoredCompletions({}, {})
         rewards = {

@@ -1,5 +1,6 @@
 """The numbers that a step's rollouts are reported by."""
 
+import statistics
 from collections.abc import Sequence
 
 from megagrpo.rollout.dynamic_sampling import SamplingCounts, count_tokens
@@ -23,12 +24,16 @@ def compute_rollout_metrics(
     records = list(rollouts.records.values())
     metrics: dict[str, float] = {
         names.GENERATED_TOKENS: counts.generated_tokens,
+        names.GROUPS: counts.generated_groups,
+        names.SIGNAL_GROUPS: counts.outcomes.signal,
+        names.SOLVED_GROUPS: counts.outcomes.solved,
+        names.REPEATED_PROMPTS: counts.outcomes.repeated,
         "rollout/dropped_groups": counts.dropped_groups,
         "rollout/refills": counts.refills,
         **failed_fractions("reward", counts.scores),
         "rollout/weight_version": min((record.weight_version for record in records), default=weight_version),
-        "time/generation_seconds": rollouts.generation_seconds,
-        "time/scoring_wait_seconds": rollouts.scoring_wait_seconds,
+        names.GENERATION_SECONDS: rollouts.generation_seconds,
+        names.SCORING_WAIT_SECONDS: rollouts.scoring_wait_seconds,
     }
     if records:
         ages = [weight_version - record.weight_version for record in records]
@@ -41,10 +46,11 @@ def compute_rollout_metrics(
     if counts.sampled:
         sampled = counts.sampled
         metrics[names.REWARD] = mean_reward(sampled)
+        metrics[names.REWARD_STD] = statistics.pstdev(record.reward.value for record in sampled)
         metrics |= mean_parts([record.reward for record in sampled])
-        metrics["rollout/completion_tokens"] = count_tokens(sampled) / len(sampled)
+        metrics[names.LENGTH] = count_tokens(sampled) / len(sampled)
         cut = sum(record.finish_reason == "length" for record in sampled)
-        metrics["rollout/cut_by_length_fraction"] = cut / len(sampled)
+        metrics[names.CUT_FRACTION] = cut / len(sampled)
     return metrics
 
 

@@ -3,11 +3,24 @@ summary and report show them.
 """
 
 REWARD = "reward/mean"  # of all that the step sampled; that of the groups that train is TRAINED_REWARD
+REWARD_STD = "reward/std"  # of the same completions
 TRAINED_REWARD = "update/reward_mean"
 LOSS = "loss/total"  # mean over the step's updates
 LARGEST_LOSS = "loss/total_max"  # of several updates
 GRAD_NORM = "optimizer/grad_norm"  # mean over the step's updates, before clipping
 LARGEST_GRAD_NORM = "optimizer/grad_norm_max"  # of several updates
+GROUPS = "rollout/groups"  # that were sampled, dropped ones too
+SIGNAL_GROUPS = "rollout/signal_groups"  # whose rewards differ
+SOLVED_GROUPS = "rollout/solved_groups"  # whose rewards are all the same, and above 0
+REPEATED_PROMPTS = "rollout/repeated_prompts"  # groups of a prompt that another group of the step has
+LENGTH = "rollout/completion_tokens"  # mean
+CUT_FRACTION = "rollout/cut_by_length_fraction"
+GENERATION_SECONDS = "time/generation_seconds"
+SCORING_WAIT_SECONDS = "time/scoring_wait_seconds"  # after the last completion
+ENTROPY = "policy/entropy"
+REFERENCE_KL = "policy/ref_kl"
+CLIP_FRACTION = "policy/clip_fraction"
+LEARNING_RATE = "optimizer/lr"
 LOGPROB_GAP = (
     # largest |engine - actor| log-prob before a step's first update, of what the actor's own weights sampled
     "rollout/max_logprob_gap"

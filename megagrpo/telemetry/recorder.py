@@ -6,10 +6,12 @@ from functools import partial
 from pathlib import Path
 
 from megagrpo.config.schema import TelemetryConfig
+from megagrpo.telemetry.activity import Activity
 from megagrpo.telemetry.completions import write_completions
+from megagrpo.telemetry.display import Display
 from megagrpo.telemetry.earlier_run import METRICS, set_aside_earlier_run
 from megagrpo.telemetry.patient_file import PatientFile
-from megagrpo.telemetry.progress import Progress
+from megagrpo.telemetry.progress import Progress, evaluation_of
 from megagrpo.telemetry.summary import build_summary, save_summary
 from megagrpo.telemetry.writers import open_writers, read_rows
 from megagrpo.types import Completion, Prompt, Reward
@@ -32,8 +34,8 @@ class NullRecorder:
     def note(self, text: str) -> None:
         """Print and log one line that belongs to no step; before `open` it waits."""
 
-    def phase(self, name: str) -> None:
-        """Show which phase runs now."""
+    def close(self) -> None:
+        """Show nothing live any more."""
 
     def roll_back(self, step: int | None, cause: str, prompts: Sequence[Prompt]) -> None:
         """Add a line to `roll_backs.jsonl`: the step that was given up, why, and its prompts."""
@@ -41,9 +43,12 @@ class NullRecorder:
     def rewind(self, last_step: int) -> None:
         """Drop the rows after `last_step`: the run goes on from there again."""
 
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print a step's own numbers, before its evaluation."""
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step's metrics everywhere. Storage that fails is reported and tried again with the
-        next step; the run goes on.
+        """Record one step's metrics everywhere, and print what `show` has not. Storage that fails is
+        reported and tried again with the next step; the run goes on.
         """
 
     def completions(self, step: int, samples: Callable[[], Samples]) -> None:
@@ -69,9 +74,21 @@ class NullRecorder:
 class Recorder(NullRecorder):
     """Progress line, metric writers, completion samples and the final summary of a run folder."""
 
-    def __init__(self, run_dir: Path, num_steps: int, config: TelemetryConfig, run_config: str):
-        """`run_config`: the resolved configuration of the run, for `config.yaml`."""
+    def __init__(
+        self,
+        run_dir: Path,
+        num_steps: int,
+        config: TelemetryConfig,
+        run_config: str,
+        display: Display | None = None,
+    ):
+        """Args:
+        run_config: the resolved configuration of the run, for `config.yaml`.
+        display: the screen; a new one where None.
+        """
         self._run_config = run_config
+        self._display = display or Display(Activity(num_steps))
+        self._shown: int | None = None  # step whose own numbers are on the screen
         self._run_dir, self._num_steps, self._config = run_dir, num_steps, config
         self._failing: set[str] = set()  # what could not be written the last time
         self._waiting: list[str] = []  # notes from before `open`
@@ -80,7 +97,7 @@ class Recorder(NullRecorder):
     def open(self, last_step: int | None, last_row: Mapping[str, float] | None = None) -> None:
         """See NullRecorder."""
         moved_to = set_aside_earlier_run(self._run_dir) if last_step is None else None
-        self._progress = Progress(self._run_dir, self._num_steps)
+        self._progress = Progress(self._run_dir, self._num_steps, self._display)
         self._open(last_step)
         self._patiently(
             "config.yaml", partial((self._run_dir / "config.yaml").write_text, self._run_config, "utf-8")
@@ -115,10 +132,9 @@ class Recorder(NullRecorder):
         else:
             self._progress.note(text)
 
-    def phase(self, name: str) -> None:
+    def close(self) -> None:
         """See NullRecorder."""
-        if self._progress is not None:
-            self._progress.phase(name)
+        self._display.close()
 
     def roll_back(self, step: int | None, cause: str, prompts: Sequence[Prompt]) -> None:
         """See NullRecorder."""
@@ -137,6 +153,15 @@ class Recorder(NullRecorder):
         for name, writer in self._writers.items():
             self._patiently(name, partial(writer.write, step, metrics))
         assert self._progress is not None, "open it first"
+        shown = evaluation_of(metrics) if self._shown == step else metrics
+        if shown:
+            self._progress.step(step, shown)
+        self._display.activity.finish_step(step)
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See NullRecorder."""
+        assert self._progress is not None, "open it first"
+        self._shown = step
         self._progress.step(step, metrics)
 
     def completions(self, step: int, samples: Callable[[], Samples]) -> None:

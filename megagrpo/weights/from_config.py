@@ -20,6 +20,7 @@ from megagrpo.models.stage import StageModel
 from megagrpo.parallel.groups import all_gather_metadata
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder
+from megagrpo.telemetry.activity import Counts, count_nothing
 from megagrpo.weights.context import PublishContext
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.local_publisher import LocalPublisher
@@ -143,7 +144,13 @@ def build_transport(
     return kind(context)
 
 
-def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, engine: Engine) -> Publisher:
+def build_publisher(
+    config: Config,
+    actor: Actor,
+    builder: MicroBatchBuilder,
+    engine: Engine,
+    counts: Counts = count_nothing,
+) -> Publisher:
     """Return what brings the actor's weights to this rank's engine. Collective over all ranks.
 
     Raises:
@@ -198,4 +205,5 @@ def build_publisher(config: Config, actor: Actor, builder: MicroBatchBuilder, en
         probe,
         sharded,
         weights.layout == "sharded",
+        counts,
     )

@@ -16,6 +16,7 @@ from dataclasses import replace
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.bucket_engine import BucketEngine
 from megagrpo.engines.server.http_client import EngineUnreachable
+from megagrpo.telemetry.activity import Counts, count_nothing
 from megagrpo.weights.acknowledgements import describe_difference
 from megagrpo.weights.context import PublishContext
 from megagrpo.weights.export import WeightExporter
@@ -36,6 +37,7 @@ class RemotePublisher(Publisher):
         sharded: the same in layout `sharded`, where `transport` is `full`: taken from the second publish on
             if the first one shows that it would bring the engine's loader's result, bit for bit.
         requires_sharded: raise where it would not; else `full` stays, with a note and a count.
+        counts: told of each bucket that is written.
         probe: called with (version, replicas) before the version serves; raises where engine and trainer
             disagree. Collective.
     """
@@ -50,6 +52,7 @@ class RemotePublisher(Publisher):
         probe: Callable[[int, Collection[int]], dict[str, float]] | None = None,
         sharded: Transport | None = None,
         requires_sharded: bool = False,
+        counts: Counts = count_nothing,
     ):
         self.exporter, self.engine, self.replica, self.transport, self.probe = (
             exporter,
@@ -60,7 +63,7 @@ class RemotePublisher(Publisher):
         )
         self._sharded, self._requires_sharded = sharded, requires_sharded
         self._select, self.selection = select, select(transport.context)
-        self._fallbacks = 0
+        self._fallbacks, self._counts = 0, counts
 
     def publish(self, version: int, replicas: Collection[int] | None = None) -> PublishStats:
         """Bring the engines to `version`; see Publisher.publish."""
@@ -131,6 +134,7 @@ class RemotePublisher(Publisher):
         acknowledged = 0
         for bucket in range(len(transport.plan.buckets)):
             slot = bucket % SLOTS
+            self._counts("buckets", bucket, len(transport.plan.buckets))
             with stages.stage("write"):
                 agree(
                     lambda bucket=bucket, slot=slot: transport.write(self.selection.select(bucket), slot),

@@ -1,9 +1,10 @@
 """Dynamic sampling: groups without a signal are replaced, a bounded number of times, and counted."""
 
 import numpy as np
+import pytest
 
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.rollout.dynamic_sampling import collect_groups
+from megagrpo.rollout.dynamic_sampling import collect_groups, count_outcomes
 from megagrpo.rollout.metrics import compute_rollout_metrics
 from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts
 from megagrpo.types import Completion, Prompt, Reward
@@ -82,3 +83,19 @@ def test_the_mean_reward_is_that_of_all_that_was_sampled_and_never_vanishes():
     metrics = compute_rollout_metrics(kept, counts, 0)
     assert metrics["reward/mean"] == 0.5 and metrics["rollout/completion_tokens"] == 2
     assert "update/reward_mean" not in metrics
+
+
+def test_groups_are_counted_by_how_they_came_out_over_all_rounds():
+    rounds = [[[1, 1], [0, 1], [0, 0]], [[0, 1], [1, 1]], [[1, 0]]]
+    _, counts, _ = run(rounds, 3, enabled=True)
+    assert (counts.outcomes.signal, counts.outcomes.solved, counts.outcomes.repeated) == (3, 2, 0)
+    metrics = compute_rollout_metrics(rollouts_with([[0, 1]]), counts, 0)
+    assert (metrics["rollout/groups"], metrics["rollout/signal_groups"]) == (6, 3)
+    # 12 rewards with 7 ones: the standard deviation of a coin with p = 7/12
+    assert metrics["reward/std"] == pytest.approx((7 / 12 * 5 / 12) ** 0.5)
+
+
+def test_a_prompt_that_comes_twice_in_a_step_is_counted():
+    rollouts = rollouts_with([[0, 1], [1, 0], [0, 0]])
+    rollouts.prompts[2] = rollouts.prompts[0]
+    assert count_outcomes(rollouts).repeated == 1

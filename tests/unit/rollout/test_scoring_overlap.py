@@ -3,11 +3,13 @@ worker waiting.
 """
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 from megagrpo.engines.base import EngineError, EngineHealth
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.in_flight import RolloutRequest
+from megagrpo.rollout.share_progress import ShareProgress
 from megagrpo.types import Prompt, Reward, SamplingParams
 
 WAIT_SECONDS = 30.0
@@ -65,3 +67,22 @@ def test_a_failing_group_leaves_the_scores_of_those_before_it(one_rank, engine):
     prompts = [Prompt(number, str(number), (1, 2)) for number in range(4)]
     share = generator.settle(generator.start(RolloutRequest(prompts, SamplingParams(8), 2))).outcome()
     assert sorted(share.rewards) == sorted(share.completions) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_who_watches_a_rollout_is_told_of_completions_and_scores_as_they_come():
+    told = []
+    progress = ShareProgress(lambda *count: told.append(count), num_groups=2, completions_per_prompt=3)
+    scores = [Future(), Future()]
+    completion = SimpleNamespace(token_ids=[1, 2, 3, 4])
+    progress.completed([completion] * 3, scores[:1])
+    scores[0].set_result([])
+    progress.scored(scores)
+    assert told == [
+        ("completions", 0, 6),
+        ("tok", 0, None),
+        ("scored", 0, 6),
+        ("completions", 3, 6),
+        ("tok", 12, None),
+        ("scored", 0, 6),
+        ("scored", 3, 6),
+    ]

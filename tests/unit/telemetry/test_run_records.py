@@ -10,9 +10,12 @@ import pytest
 from megagrpo.config.schema import TelemetryConfig
 from megagrpo.errors import UserError
 from megagrpo.telemetry import names, writers
+from megagrpo.telemetry.activity import Activity
 from megagrpo.telemetry.completions import spread, write_completions
-from megagrpo.telemetry.progress import Progress, format_step
+from megagrpo.telemetry.display import Display
+from megagrpo.telemetry.progress import Progress
 from megagrpo.telemetry.recorder import Recorder
+from megagrpo.telemetry.step_line import format_step
 from megagrpo.telemetry.summary import build_summary, save_summary
 from megagrpo.telemetry.timers import PhaseTimers
 from megagrpo.telemetry.writers import JsonlWriter, TensorboardWriter, open_writers, read_rows
@@ -237,6 +240,14 @@ def test_phases_add_up_until_they_are_taken(monkeypatch):
 
 
 METRICS = {
+    names.REWARD_STD: 0.3149,
+    names.GROUPS: 32,
+    names.SIGNAL_GROUPS: 21,
+    names.LENGTH: 512.4,
+    names.CUT_FRACTION: 0.031,
+    names.ENTROPY: 0.312,
+    names.REFERENCE_KL: 0.0123,
+    names.CLIP_FRACTION: 0.002,
     names.REWARD: 0.41234,
     "eval/held_out": 0.38,
     "eval/held_out/tokens": 5.0,
@@ -246,27 +257,54 @@ METRICS = {
     names.GENERATED_TOKENS: 500.0,
     names.STEP_SECONDS: 0.5,
 }
+OWN = {name: value for name, value in METRICS.items() if not name.startswith("eval/")}
 LINE = (
-    "step   3/100  reward 0.412  eval held_out 0.380  loss -1.2e-03  grad 1.203  gap 1.2e-06  1000 tok/s "
-    " 0.50 s"
+    "step   3/100  reward 0.412 ±0.31  signal 21/32  len 512  cut 3%  ent 0.312  kl 1.2e-02  grad 1.20"
+    "  clip 0.2%  loss -1.2e-03  gap 1e-06  1000 tok/s  0.50 s"
+)
+LINE_OF_100_COLUMNS = (
+    "step   3/100  reward 0.412 ±0.31  signal 21/32  len 512  cut 3%  ent 0.312  1000 tok/s  0.50 s"
 )
 
 
 def test_a_step_is_one_line():
-    assert format_step(3, 100, METRICS) == LINE
+    assert format_step(3, 100, OWN) == LINE
     assert format_step(3, 100, {names.REWARD: 1.0}) == "step   3/100  reward 1.000"
+    assert format_step(3, 100, {"eval/held_out": 0.38}) == "step   3/100  eval held_out 0.380"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_a_line_fits_its_width_and_keeps_reward_and_seconds(width):
+    line = format_step(3, 100, OWN, width)
+    assert len(line) <= width and "reward 0.412" in line and "0.50 s" in line
+    assert format_step(3, 100, OWN, 100) == LINE_OF_100_COLUMNS
+
+
+def test_a_loss_is_shown_only_where_clipping_gives_it_a_meaning():
+    assert "loss" not in format_step(3, 100, OWN | {names.CLIP_FRACTION: 0.0})
 
 
 def test_without_a_terminal_the_line_is_plain_and_also_in_the_log(tmp_path):
     screen = io.StringIO()
-    progress = Progress(tmp_path, 100, file=screen)
+    progress = Progress(tmp_path, 100, Display(Activity(100), file=screen))
     progress.note("resumed after step 2")
-    progress.phase("rollout")
-    progress.step(3, METRICS)
+    progress.step(3, OWN)
     progress.close()
-    assert screen.getvalue() == f"resumed after step 2\n{LINE}\n"
+    assert screen.getvalue() == f"resumed after step 2\n{LINE_OF_100_COLUMNS}\n"
     logged = [line[len("2025-01-01 00:00:00 ") :] for line in (tmp_path / "log.txt").read_text().splitlines()]
     assert logged == ["resumed after step 2", LINE]
+
+
+def test_a_steps_numbers_come_before_its_evaluation_and_once(tmp_path, capsys):
+    recorder = recorder_of(tmp_path, None)
+    recorder.show(3, OWN)
+    recorder.step(3, METRICS)
+    recorder.close()
+    shown, evaluated = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert "reward" in shown and "eval" not in shown
+    assert evaluated == "step 3/9  eval held_out 0.380"
+    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    assert row["eval/held_out"] == 0.38 and row[names.REWARD] == 0.41234
 
 
 def sample(prompt_id, index, reward):
