@@ -12,7 +12,8 @@ import torch
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.checkpoint.identity import check_own_config
 from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
-from megagrpo.config.schema import Config, EvaluationSetConfig
+from megagrpo.config.rollout_sections import EvaluationSetConfig
+from megagrpo.config.schema import Config
 from megagrpo.device.device import set_deterministic
 from megagrpo.engines.base import Engine
 from megagrpo.engines.replicas import build_rollout_engine, engine_log, owner_of_replica, replicas_of_ranks

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.config.schema import RewardsConfig
+from megagrpo.config.rollout_sections import RewardsConfig
 from megagrpo.errors import UserError
 from megagrpo.rewards.build import REWARDS
 from megagrpo.rewards.pool import RewardPool

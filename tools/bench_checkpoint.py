@@ -73,7 +73,7 @@ class Rank:
         from transformers import Qwen3Config
 
         from megagrpo.checkpoint.shards import ShardCollector
-        from megagrpo.config.schema import OptimizerConfig
+        from megagrpo.config.training_sections import OptimizerConfig
         from megagrpo.models.hf_config import read_hf_config
         from megagrpo.models.precision import build_precision
         from megagrpo.models.stage import build_stage_model

@@ -25,7 +25,7 @@ and differences:
 from collections.abc import Mapping
 from typing import Any
 
-from megagrpo.config.schema import RolloutConfig
+from megagrpo.config.rollout_sections import RolloutConfig
 from megagrpo.errors import UserError
 from megagrpo.registry import suggestion
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megagrpo.config.schema import EvaluationSetConfig, RolloutConfig
+from megagrpo.config.rollout_sections import EvaluationSetConfig, RolloutConfig
 from megagrpo.evaluation.metrics import measure_scores
 from megagrpo.rollout.failed_scores import count_scores, failed_fractions
 from megagrpo.rollout.generation import RolloutGenerator

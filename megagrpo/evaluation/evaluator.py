@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megagrpo.config.schema import EvaluationSetConfig, RolloutConfig
+from megagrpo.config.rollout_sections import EvaluationSetConfig, RolloutConfig
 from megagrpo.evaluation.evaluate import evaluate_set
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.types import Prompt

@@ -2,7 +2,7 @@
 
 import math
 
-from megagrpo.config.schema import ParallelConfig
+from megagrpo.config.training_sections import ParallelConfig
 
 # Tokens that an FP8 GEMM of ONE rank takes are a multiple of 16; of MXFP8's blocks 32. Transformer Engine
 # looks at the tensor that the rank holds (`assert_dim_for_fp8_exec`): at its sequence parallel share.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megagrpo.config.schema import ParallelConfig
+from megagrpo.config.training_sections import ParallelConfig
 from megagrpo.parallel.stages import check_pipeline_layout, check_split, expand_pipeline_layout, split_layers
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from megagrpo.algorithms.checks import check_algorithm_config
 from megagrpo.algorithms.losses import LOSSES
 from megagrpo.config.model_folder import hf_folder_of
-from megagrpo.config.schema import Config, RewardConfig
+from megagrpo.config.rollout_sections import RewardConfig
+from megagrpo.config.schema import Config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.server.command import PACKAGES, find_python
 from megagrpo.errors import ConfigError, UserError

@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from megagrpo.config.schema import OptimizerConfig
+from megagrpo.config.training_sections import OptimizerConfig
 from megagrpo.device.device import megatron_region
 from megagrpo.device.megatron_fixes import prime_optimizer
 from megagrpo.models.stage import StageModel

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megagrpo.config.schema import LogprobGapConfig
+from megagrpo.config.rollout_sections import LogprobGapConfig
 from megagrpo.errors import SharedUserError
 from megagrpo.parallel.plain_data import exchangeable
 from megagrpo.policy.batch import MicroBatch

@@ -2,7 +2,7 @@
 
 import math
 
-from megagrpo.config.schema import OptimizerConfig
+from megagrpo.config.training_sections import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:

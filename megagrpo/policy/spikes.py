@@ -9,7 +9,7 @@ skipped anyway.
 import math
 import statistics
 
-from megagrpo.config.schema import SpikesConfig
+from megagrpo.config.training_sections import SpikesConfig
 
 # Losses are sums of advantages of size 1 with weights that add up to 1: below this, many times the median
 # means nothing, since on-policy losses with centred advantages are rounding noise.

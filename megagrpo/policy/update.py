@@ -13,7 +13,8 @@ import torch
 
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.algorithms.metrics import Metric, finalize_metrics, merge_metrics, summarize_updates
-from megagrpo.config.schema import RewardsConfig, RolloutConfig, UpdateConfig
+from megagrpo.config.rollout_sections import RewardsConfig, RolloutConfig
+from megagrpo.config.training_sections import UpdateConfig
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.parallel.layout import ParallelLayout
 from megagrpo.policy.actor import Actor, AppliedUpdate

@@ -5,7 +5,7 @@ finite, nothing spikes.
 from collections.abc import Callable, Mapping, Sequence
 
 from megagrpo.algorithms.diagnostics import FRESH_GAP
-from megagrpo.config.schema import SpikesConfig
+from megagrpo.config.training_sections import SpikesConfig
 from megagrpo.errors import SharedUserError
 from megagrpo.policy.actor import AppliedUpdate
 from megagrpo.policy.logprob_gap import LogprobGap, LogprobGapGate

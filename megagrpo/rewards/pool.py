@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import cast
 
-from megagrpo.config.schema import RewardsConfig
+from megagrpo.config.rollout_sections import RewardsConfig
 from megagrpo.rewards.build import is_custom
 from megagrpo.rewards.dispatch import Dispatcher
 from megagrpo.rewards.messages import Failed, Reply, Request, RewardSpec, Score, Scores, Setup

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.schema import RolloutConfig
+from megagrpo.config.rollout_sections import RolloutConfig
 from megagrpo.parallel.groups import all_reduce_flag
 from megagrpo.rollout import in_flight
 from megagrpo.rollout.data_identity import compare_data, describe_data

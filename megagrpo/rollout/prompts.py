@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.config.schema import Config, DataConfig, EvaluationSetConfig
+from megagrpo.config.rollout_sections import DataConfig, EvaluationSetConfig
+from megagrpo.config.schema import Config
 from megagrpo.errors import UserError
 from megagrpo.rollout.data_sources import read_rows
 from megagrpo.rollout.tokenisation import PromptTokeniser

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megagrpo.config.model_folder import hf_folder_of
-from megagrpo.config.schema import Config, DataConfig
+from megagrpo.config.rollout_sections import DataConfig
+from megagrpo.config.schema import Config
 from megagrpo.errors import UserError
 from megagrpo.rollout.time_limit import time_limit
 from megagrpo.types import Prompt

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megagrpo.config.schema import WatchdogConfig
+from megagrpo.config.run_sections import WatchdogConfig
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.board import Board
 from megagrpo.supervision.failure import (

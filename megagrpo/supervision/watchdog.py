@@ -3,7 +3,7 @@
 import statistics
 from collections import defaultdict, deque
 
-from megagrpo.config.schema import WatchdogConfig
+from megagrpo.config.run_sections import WatchdogConfig
 
 # durations of a phase that its median is taken over: enough to shrug off one slow step, few enough to follow
 # a trend

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megagrpo.config.schema import TelemetryConfig
+from megagrpo.config.run_sections import TelemetryConfig
 from megagrpo.telemetry.activity import Activity
 from megagrpo.telemetry.completions import write_completions
 from megagrpo.telemetry.display import Display

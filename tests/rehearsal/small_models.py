@@ -17,7 +17,7 @@ from megagrpo.device import device as device_module
 DEVICE = device_module.setup()
 from megatron.core import parallel_state  # noqa: E402
 
-from megagrpo.config.schema import OptimizerConfig  # noqa: E402
+from megagrpo.config.training_sections import OptimizerConfig  # noqa: E402
 from megagrpo.models.hf_config import read_hf_config  # noqa: E402
 from megagrpo.models.precision import Precision  # noqa: E402
 from megagrpo.models.stage import StageModel, build_stage_model  # noqa: E402

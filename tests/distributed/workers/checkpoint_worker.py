@@ -25,7 +25,7 @@ from megagrpo.checkpoint.folder import Retention, list_complete  # noqa: E402
 from megagrpo.checkpoint.manager import CheckpointManager  # noqa: E402
 from megagrpo.checkpoint.manifest import Manifest, read_manifest  # noqa: E402
 from megagrpo.checkpoint.shards import ShardCollector, load_shards  # noqa: E402
-from megagrpo.config.schema import OptimizerConfig  # noqa: E402
+from megagrpo.config.training_sections import OptimizerConfig  # noqa: E402
 from megagrpo.device.device import megatron_region  # noqa: E402
 from megagrpo.models.hf_config import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402

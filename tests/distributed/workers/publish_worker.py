@@ -25,7 +25,7 @@ from reported_cases import reported_case  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from megagrpo.config.schema import OptimizerConfig, ParallelConfig  # noqa: E402
+from megagrpo.config.training_sections import OptimizerConfig, ParallelConfig  # noqa: E402
 from megagrpo.models.hf_config import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.models.stage import load_stage_model  # noqa: E402

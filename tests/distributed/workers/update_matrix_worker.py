@@ -23,7 +23,8 @@ import torch.distributed as dist  # noqa: E402
 from reported_cases import reported_case  # noqa: E402
 
 from megagrpo.algorithms.algorithm import Algorithm  # noqa: E402
-from megagrpo.config.schema import Config, ParallelConfig  # noqa: E402
+from megagrpo.config.schema import Config  # noqa: E402
+from megagrpo.config.training_sections import ParallelConfig  # noqa: E402
 from megagrpo.models.hf_config import read_hf_config  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.models.stage import load_stage_model  # noqa: E402

@@ -11,7 +11,7 @@ import torch  # noqa: E402
 from rehearse import case, run_cases  # noqa: E402
 from small_models import BF16, DENSE, on  # noqa: E402
 
-from megagrpo.config.schema import ParallelConfig  # noqa: E402
+from megagrpo.config.training_sections import ParallelConfig  # noqa: E402
 from megagrpo.models.precision import FP8_RECIPES, Precision  # noqa: E402
 from megagrpo.parallel.alignment import token_alignment  # noqa: E402
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megagrpo.config.schema import OptimizerConfig
+from megagrpo.config.training_sections import OptimizerConfig
 from megagrpo.policy.schedule import learning_rate
 
 

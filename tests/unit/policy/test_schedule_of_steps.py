@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megagrpo.config.schema import OptimizerConfig
+from megagrpo.config.training_sections import OptimizerConfig
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update import UpdateResult
 from megagrpo.rollout.dynamic_sampling import SamplingCounts

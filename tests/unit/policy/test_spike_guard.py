@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megagrpo.config.schema import SpikesConfig
+from megagrpo.config.training_sections import SpikesConfig
 from megagrpo.policy.spikes import SpikeGuard
 
 

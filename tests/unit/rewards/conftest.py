@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megagrpo.config.schema import RewardConfig, RewardsConfig
+from megagrpo.config.rollout_sections import RewardConfig, RewardsConfig
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Completion, Prompt
 

@@ -4,7 +4,7 @@ strictly.
 
 import pytest
 
-from megagrpo.config.schema import RewardConfig, RewardsConfig
+from megagrpo.config.rollout_sections import RewardConfig, RewardsConfig
 from megagrpo.errors import UserError
 from megagrpo.rewards.build import build_scorer
 from megagrpo.rewards.messages import RewardSpec, Score

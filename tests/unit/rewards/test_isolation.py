@@ -13,7 +13,7 @@ from datetime import date
 
 import pytest
 
-from megagrpo.config.schema import RewardConfig
+from megagrpo.config.rollout_sections import RewardConfig
 from megagrpo.errors import UserError
 from megagrpo.rewards import frames
 
@@ -187,7 +187,7 @@ def test_daemons_end_with_a_trainer_that_is_killed(write_reward, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(f"""
 import numpy as np
-from megagrpo.config.schema import RewardsConfig
+from megagrpo.config.rollout_sections import RewardsConfig
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Completion, Prompt
 

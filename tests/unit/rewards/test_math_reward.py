@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config.schema import RewardsConfig
+from megagrpo.config.rollout_sections import RewardsConfig
 from megagrpo.errors import UserError
 from megagrpo.rewards.math import MathReward, read_gold
 from megagrpo.rewards.numbers import Number

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megagrpo.config.schema import RewardConfig
+from megagrpo.config.rollout_sections import RewardConfig
 from megagrpo.errors import UserError
 from megagrpo.rewards.messages import Request
 
@@ -216,7 +216,7 @@ def test_a_busy_worker_dies_with_a_parent_that_is_killed(write_reward, tmp_path)
     script = tmp_path / "parent.py"
     script.write_text(f"""
 import numpy as np
-from megagrpo.config.schema import RewardsConfig
+from megagrpo.config.rollout_sections import RewardsConfig
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Completion, Prompt
 

@@ -7,7 +7,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from megagrpo.config.schema import RewardsConfig
+from megagrpo.config.rollout_sections import RewardsConfig
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rewards.special_tokens import text_with_special_tokens
 from megagrpo.types import Completion, Prompt

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megagrpo.config.schema import DataConfig
+from megagrpo.config.rollout_sections import DataConfig
 from megagrpo.errors import SharedUserError, UserError
 from megagrpo.rollout import data_identity
 from megagrpo.rollout.data_identity import check_same_on_ranks, describe_data

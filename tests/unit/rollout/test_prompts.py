@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import DataConfig
+from megagrpo.config.rollout_sections import DataConfig
 from megagrpo.errors import UserError
 from megagrpo.rollout.prompts import PromptSampler, PromptSource, load_prompts
 

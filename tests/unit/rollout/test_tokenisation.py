@@ -10,7 +10,7 @@ import pytest
 from tokenizers import processors
 
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import DataConfig
+from megagrpo.config.rollout_sections import DataConfig
 from megagrpo.errors import UserError
 from megagrpo.rollout import tokenisation
 from megagrpo.rollout.prompts import PromptSource, load_prompts

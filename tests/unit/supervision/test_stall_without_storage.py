@@ -18,7 +18,7 @@ STALL = """
 import sys, time
 from pathlib import Path
 import torch.distributed as dist
-from megagrpo.config.schema import WatchdogConfig
+from megagrpo.config.run_sections import WatchdogConfig
 from megagrpo.supervision.board import Board
 from megagrpo.supervision.supervisor import Supervisor
 seconds = float(sys.argv[2])

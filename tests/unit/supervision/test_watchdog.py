@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagrpo.config.schema import WatchdogConfig
+from megagrpo.config.run_sections import WatchdogConfig
 from megagrpo.supervision import supervisor as supervisor_module
 from megagrpo.supervision.supervisor import Supervisor
 from megagrpo.supervision.watchdog import RECENT, PhaseBudgets

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megagrpo.config.schema import TelemetryConfig
+from megagrpo.config.run_sections import TelemetryConfig
 from megagrpo.errors import UserError
 from megagrpo.telemetry import names, writers
 from megagrpo.telemetry.activity import Activity

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megagrpo.config.schema import TelemetryConfig
+from megagrpo.config.run_sections import TelemetryConfig
 from megagrpo.telemetry import patient_file
 from megagrpo.telemetry.patient_file import PatientFile
 from megagrpo.telemetry.recorder import Recorder
