@@ -111,7 +111,7 @@ class Trainer:
         self._prompts = rollouts.prompts
         metrics = compute_rollout_metrics(rollouts, counts, self.state.weight_version)
         if counts.scores.failed:
-            self.recorder.note(f"warning: step {step}: {counts.scores.describe()}")
+            self.recorder.warn_once("scores", f"step {step}: {counts.scores.describe()}")
         self._stop_if_asked()
         with self.timers.phase("update"), self.engine_rests():
             accepted = self.gate.accepts_rewards(metrics.get(names.REWARD))

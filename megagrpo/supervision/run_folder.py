@@ -8,7 +8,15 @@ from pathlib import Path
 
 from megagrpo.errors import UserError
 
-FILES = ("config.yaml", "log.txt", "metrics.jsonl", "roll_backs.jsonl", "run.lock", "summary.json")
+FILES = (
+    "config.yaml",
+    "log.txt",
+    "metrics.jsonl",
+    "roll_backs.jsonl",
+    "run.lock",
+    "summary.json",
+    "warnings.jsonl",
+)
 FOLDERS = ("checkpoints", "completions", "engines", "errors", "hf", "stacks", "tensorboard")
 
 

@@ -11,6 +11,7 @@ RECORDS = (
     "summary.json",
     "log.txt",
     "roll_backs.jsonl",
+    "warnings.jsonl",
     "completions",
     "tensorboard",
     "hf",

@@ -3,6 +3,7 @@ summary and report show them.
 """
 
 REWARD = "reward/mean"  # of all that the step sampled; that of the groups that train is TRAINED_REWARD
+FAILED_FRACTION = "reward/failed_fraction"  # of completions that could not be scored
 REWARD_STD = "reward/std"  # of the same completions
 TRAINED_REWARD = "update/reward_mean"
 LOSS = "loss/total"  # mean over the step's updates

@@ -10,9 +10,11 @@ from megagrpo.telemetry.activity import Activity
 from megagrpo.telemetry.completions import write_completions
 from megagrpo.telemetry.display import Display
 from megagrpo.telemetry.earlier_run import METRICS, set_aside_earlier_run
+from megagrpo.telemetry.health import Health, look_at_disk
 from megagrpo.telemetry.patient_file import PatientFile
 from megagrpo.telemetry.progress import Progress, evaluation_of
 from megagrpo.telemetry.summary import build_summary, save_summary
+from megagrpo.telemetry.warnings_file import WARNING, Warnings
 from megagrpo.telemetry.writers import open_writers, read_rows
 from megagrpo.types import Completion, Prompt, Reward
 
@@ -32,7 +34,12 @@ class NullRecorder:
         """
 
     def note(self, text: str) -> None:
-        """Print and log one line that belongs to no step; before `open` it waits."""
+        """Print and log one line that belongs to no step; before `open` it waits. One that begins with
+        `warning: ` is kept in `warnings.jsonl` too, for the report.
+        """
+
+    def warn_once(self, name: str, text: str) -> None:
+        """Note a warning, the first time in the run that it has this name."""
 
     def close(self) -> None:
         """Show nothing live any more."""
@@ -92,6 +99,8 @@ class Recorder(NullRecorder):
         self._run_dir, self._num_steps, self._config = run_dir, num_steps, config
         self._failing: set[str] = set()  # what could not be written the last time
         self._waiting: list[str] = []  # notes from before `open`
+        self._warnings = Warnings(run_dir)
+        self._health = Health()
         self._progress: Progress | None = None
 
     def open(self, last_step: int | None, last_row: Mapping[str, float] | None = None) -> None:
@@ -108,8 +117,9 @@ class Recorder(NullRecorder):
             self._waiting.append(
                 f"an earlier run without a checkpoint to go on from has left records; now in {moved_to}"
             )
+        self._warnings.open()
         for text in self._waiting:
-            self._progress.note(text)
+            self.note(text)
         self._waiting.clear()
         path = self._run_dir / METRICS
         is_lost = path.exists() and all(row["step"] != last_step for row in read_rows(path))
@@ -129,8 +139,15 @@ class Recorder(NullRecorder):
         """See NullRecorder."""
         if self._progress is None:
             self._waiting.append(text)
-        else:
-            self._progress.note(text)
+            return
+        self._progress.note(text)
+        if text.startswith(WARNING):
+            self._warnings.add(self._display.activity.step, "", text.removeprefix(WARNING))
+
+    def warn_once(self, name: str, text: str) -> None:
+        """See NullRecorder."""
+        if self._progress is not None and self._warnings.add(self._display.activity.step, name, text):
+            self._progress.note(f"{WARNING}{text}")
 
     def close(self) -> None:
         """See NullRecorder."""
@@ -157,6 +174,8 @@ class Recorder(NullRecorder):
         if shown:
             self._progress.step(step, shown)
         self._display.activity.finish_step(step)
+        for warning in [*self._health.look(metrics), *look_at_disk(self._run_dir)]:
+            self.warn_once(warning.name, warning.text)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """See NullRecorder."""
