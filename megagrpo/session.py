@@ -22,9 +22,10 @@ from megagrpo.fleet.recovering_publisher import RecoveringPublisher
 from megagrpo.fleet.replica_recovery import ReplicaRecovery
 from megagrpo.models.hf_config import read_hf_config
 from megagrpo.models.hf_files import check_no_unknown_tensors
+from megagrpo.models.load_stage import load_stage_model
 from megagrpo.models.precision import build_precision
 from megagrpo.models.spec import uses_transformer_engine
-from megagrpo.models.stage import StageModel, load_stage_model
+from megagrpo.models.stage import StageModel
 from megagrpo.models.transformer_config import build_transformer_config
 from megagrpo.parallel.alignment import sequence_alignment, token_alignment
 from megagrpo.parallel.groups import ParallelGroups, build_groups

@@ -51,11 +51,7 @@ LONG_FUNCTIONS = {
     "session.py build_session": "wires every part of a run, once, from top to bottom",
 }
 UPWARD: dict[tuple[str, str], str] = {}
-CIRCLES: dict[frozenset[str], str] = {
-    frozenset(
-        {"models.stage", "models.hf_files", "models.megatron_files"}
-    ): "the readers name its type alone",
-}
+CIRCLES: dict[frozenset[str], str] = {}
 # What names pickles. Reading one runs what it says: beside these places each is an open door.
 PICKLES = {
     "models/restricted_pickles.py pickle": "reads torch's own by a list of names",

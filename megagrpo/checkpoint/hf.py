@@ -68,8 +68,8 @@ def _load(source: Path, tp: int, pp: int):
     from megagrpo.checkpoint.identity import check_own_config
     from megagrpo.config.model_folder import hf_folder_of
     from megagrpo.models.hf_config import read_hf_config
+    from megagrpo.models.load_stage import load_stage_model
     from megagrpo.models.precision import build_precision
-    from megagrpo.models.stage import load_stage_model
     from megagrpo.models.transformer_config import build_transformer_config
     from megagrpo.parallel.groups import build_groups
     from megagrpo.parallel.layout import ParallelLayout

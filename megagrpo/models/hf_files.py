@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,10 +12,7 @@ from megagrpo.errors import UserError
 from megagrpo.models.family import checkpoint_tensors
 from megagrpo.models.rules import Dimensions, ParameterRule, Size, merge
 from megagrpo.models.stacked_experts import StackedExpertSlice, stacked_rules
-
-if TYPE_CHECKING:
-    from megagrpo.models.stage import StageModel
-
+from megagrpo.models.stage import StageModel
 
 TIED_HEAD = "lm_head.weight"  # where some folders store the embedding again
 
@@ -117,7 +114,7 @@ def read_part(tensor: Any, rule: ParameterRule, dims: Dimensions, tp: int, tp_ra
     return torch.cat([rows, rows.new_zeros(stop - start - rows.shape[0], shape[1])])
 
 
-def load_hf_weights(model: "StageModel", folder: str | Path) -> None:
+def load_hf_weights(model: StageModel, folder: str | Path) -> None:
     """Fill a stage model from an HF folder; each rank reads its slices only.
 
     Raises:
@@ -142,7 +139,7 @@ def load_hf_weights(model: "StageModel", folder: str | Path) -> None:
             parameter.copy_(value)
 
 
-def check_no_unknown_tensors(model: "StageModel", folder: str | Path) -> None:
+def check_no_unknown_tensors(model: StageModel, folder: str | Path) -> None:
     """Refuse an HF folder that holds tensors which no rule reads: they would be dropped silently.
 
     Raises:
@@ -167,7 +164,7 @@ def check_no_unknown_tensors(model: "StageModel", folder: str | Path) -> None:
         check_tied(model, source)
 
 
-def check_tied(model: "StageModel", source: SafetensorsFolder) -> None:
+def check_tied(model: StageModel, source: SafetensorsFolder) -> None:
     """Refuse a stored head that differs from the embedding, where config.json says that they are one.
     Each rank compares a part of the rows.
 

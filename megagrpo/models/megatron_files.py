@@ -7,7 +7,6 @@ FOLDER/hf_files/                    config.json, tokenizer, generation config of
 
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
@@ -16,19 +15,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megagrpo.device.device import megatron_region
 from megagrpo.errors import UserError
 from megagrpo.models.restricted_pickles import first_cause, reading_checkpoint
-
-if TYPE_CHECKING:
-    from megagrpo.models.stage import StageModel
+from megagrpo.models.stage import StageModel
 
 
-def save_megatron_model(model: "StageModel", folder: Path) -> None:
+def save_megatron_model(model: StageModel, folder: Path) -> None:
     """Write the model's shards into an empty folder. Collective over all ranks."""
     with megatron_region():
         state = {"model": model.sharded_state_dict()}
         dist_checkpointing.save(state, str(folder), get_default_save_sharded_strategy())
 
 
-def load_megatron_model(model: "StageModel", folder: Path) -> None:
+def load_megatron_model(model: StageModel, folder: Path) -> None:
     """Fill a stage model from a checkpoint, in any layout. Collective over all ranks. A run's checkpoint
     works; its optimizer is not read.
 

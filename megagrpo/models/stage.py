@@ -9,13 +9,10 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-from megagrpo.config.model_folder import is_megatron_checkpoint
 from megagrpo.device.device import megatron_region
 from megagrpo.models import families
 from megagrpo.models.extra_states import drop_absent_extra_states, drop_empty_extra_states, load_state
 from megagrpo.models.family import FAMILIES, HFConfig
-from megagrpo.models.hf_files import load_hf_weights
-from megagrpo.models.megatron_files import load_megatron_model
 from megagrpo.models.rope import PositionedRotaryEmbedding
 from megagrpo.models.rules import Dimensions, ParameterRule, RuleTable
 from megagrpo.models.spec import build_block_spec, canonical_name
@@ -202,22 +199,3 @@ def return_hidden_states(module: GPTModel) -> None:
     dict stay as they are.
     """
     module.output_layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
-
-
-def load_stage_model(
-    folder: str,
-    hf: HFConfig,
-    config: TransformerConfig,
-    groups: ParallelGroups,
-    device: torch.device,
-    use_te: bool,
-) -> StageModel:
-    """Build this rank's part and read its weights: slices of an HF folder's tensors, or shards of a
-    Megatron checkpoint.
-    """
-    model = build_stage_model(hf, config, groups, device, use_te)
-    if is_megatron_checkpoint(folder):
-        load_megatron_model(model, Path(folder))
-    else:
-        load_hf_weights(model, folder)
-    return model

@@ -26,8 +26,8 @@ from megagrpo.config.engine import build_engine_config  # noqa: E402
 from megagrpo.engines import ENGINES  # noqa: E402
 from megagrpo.engines.base import EngineError  # noqa: E402
 from megagrpo.models.hf_config import read_hf_config  # noqa: E402
+from megagrpo.models.load_stage import load_stage_model  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
-from megagrpo.models.stage import load_stage_model  # noqa: E402
 from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from megagrpo.parallel.groups import build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402

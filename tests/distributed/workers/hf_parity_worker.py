@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megagrpo.config.training_sections import ParallelConfig  # noqa: E402
 from megagrpo.models.hf_config import read_hf_config  # noqa: E402
+from megagrpo.models.load_stage import load_stage_model  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
-from megagrpo.models.stage import load_stage_model  # noqa: E402
 from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from megagrpo.parallel.alignment import token_alignment  # noqa: E402
 from megagrpo.parallel.groups import ParallelGroups, build_groups, destroy_groups  # noqa: E402

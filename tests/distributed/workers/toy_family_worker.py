@@ -26,11 +26,12 @@ from megagrpo.models.family import FAMILIES, ModelFamily, checkpoint_tensors  # 
 from megagrpo.models.hf_config import read_hf_config  # noqa: E402
 from megagrpo.models.hf_export import write_hf_folder  # noqa: E402
 from megagrpo.models.hf_files import check_no_unknown_tensors  # noqa: E402
+from megagrpo.models.load_stage import load_stage_model  # noqa: E402
 from megagrpo.models.megatron_files import load_megatron_model, save_megatron_model  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.models.quantization import quantization_config, quantized_shapes  # noqa: E402
 from megagrpo.models.rules import ParameterRule  # noqa: E402
-from megagrpo.models.stage import build_stage_model, load_stage_model  # noqa: E402
+from megagrpo.models.stage import build_stage_model  # noqa: E402
 from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
 from megagrpo.parallel.groups import build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402

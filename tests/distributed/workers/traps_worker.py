@@ -21,6 +21,7 @@ from reported_cases import reported_case
 
 from megagrpo.device.device import megatron_region
 from megagrpo.models import stage, transformer_config
+from megagrpo.models.load_stage import load_stage_model
 from megagrpo.models.transformer_config import build_transformer_config
 from megagrpo.parallel.groups import build_groups, destroy_groups
 from megagrpo.parallel.layout import ParallelLayout
@@ -165,7 +166,7 @@ def check_shared_step(folder: Path) -> None:
     hf = invariance.read_hf_config(folder)
     config = build_transformer_config(hf, groups, invariance.build_precision("fp32"), False)
     actor = Actor(
-        stage.load_stage_model(str(folder), hf, config, groups, invariance.DEVICE, use_te=False),
+        load_stage_model(str(folder), hf, config, groups, invariance.DEVICE, use_te=False),
         invariance.make_config(folder, "none").optimizer,
     )
 
