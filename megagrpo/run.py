@@ -16,12 +16,14 @@ from megagrpo.config.schema import Config
 from megagrpo.device.device import finish_queued_work
 from megagrpo.device.launch import describe_crowding
 from megagrpo.engines.base import asleep
-from megagrpo.errors import UserError
+from megagrpo.errors import StopRequested, UserError
 from megagrpo.evaluation.evaluator import Evaluator
 from megagrpo.models.hf_export import export_dtype, staging_folder, write_hf_folder
-from megagrpo.parallel.groups import destroy_groups
+from megagrpo.parallel.groups import all_reduce_flag, destroy_groups
+from megagrpo.policy.guarded_update import GuardedUpdate
 from megagrpo.policy.logprob_gap import LogprobGapGate, warning_bound
 from megagrpo.policy.schedule import learning_rate
+from megagrpo.policy.update import PolicyUpdater
 from megagrpo.policy.update_gate import UpdateGate
 from megagrpo.session import Session, build_session
 from megagrpo.supervision.supervisor import Supervisor
@@ -62,6 +64,11 @@ def run_training(
         on_enter=[supervisor.enter, activity.enter],
         on_leave=[supervisor.leave, activity.leave],
     )
+
+    def stop_if_asked() -> None:
+        if all_reduce_flag(supervisor.stop_reason is not None):
+            raise StopRequested
+
     with supervisor.phase("start"):
         session = build_session(
             config,
@@ -73,26 +80,18 @@ def run_training(
         )
     try:
         supervisor.training_begins(while_stopping=session.generator.give_up)
-        gate = build_gate(config, recorder)
+        update = build_update(config, session.updater, stop_if_asked, recorder)
         Trainer(
             num_steps=config.run.steps,
             pipeline=session.pipeline,
-            updater=session.updater,
-            gate=gate,
-            learning_rate=partial(learning_rate, config.optimizer, total_updates=config.total_updates),
+            update=update,
             publisher=session.publisher,
-            evaluator=Evaluator(
-                session.generator,
-                session.evaluation_prompts,
-                config.rollout,
-                config.run.seed,
-                config.evaluation.every,
-                config.run.steps,
-            ),
-            checkpoints=build_checkpoints(config, session, gate, recorder),
+            evaluator=build_evaluator(config, session),
+            checkpoints=build_checkpoints(config, session, update.gate, recorder),
             recorder=recorder,
             timers=timers,
             supervisor=supervisor,
+            stop_if_asked=stop_if_asked,
             clock=clock,
             engine_rests=partial(asleep, session.generator.engine, config.engine.sleep_while_training),
             export=build_export(config, session.publisher.exporter, is_first),
@@ -108,8 +107,10 @@ def run_training(
         session.close()
 
 
-def build_gate(config: Config, recorder: NullRecorder) -> UpdateGate:
-    """Return the run's gate, whose warnings are recorded."""
+def build_update(
+    config: Config, updater: PolicyUpdater, stop_if_asked: Callable[[], None], recorder: NullRecorder
+) -> GuardedUpdate:
+    """Return the run's updates behind their gate, whose warnings are recorded."""
     rollout = config.rollout
     warn_above = warning_bound(
         rollout.logprob_gap,
@@ -117,7 +118,24 @@ def build_gate(config: Config, recorder: NullRecorder) -> UpdateGate:
         is_narrowed=rollout.is_narrowed,
     )
     logprob_gap = LogprobGapGate(rollout.logprob_gap, warn_above, recorder.note)
-    return UpdateGate(config.spikes, logprob_gap, config.run.max_nonfinite_steps, recorder.note)
+    return GuardedUpdate(
+        updater=updater,
+        gate=UpdateGate(config.spikes, logprob_gap, config.run.max_nonfinite_steps, recorder.note),
+        learning_rate=partial(learning_rate, config.optimizer, total_updates=config.total_updates),
+        stop_if_asked=stop_if_asked,
+    )
+
+
+def build_evaluator(config: Config, session: Session) -> Evaluator:
+    """Return the run's held-out evaluations."""
+    return Evaluator(
+        session.generator,
+        session.evaluation_prompts,
+        config.rollout,
+        config.run.seed,
+        config.evaluation.every,
+        config.run.steps,
+    )
 
 
 def build_checkpoints(

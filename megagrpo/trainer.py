@@ -3,10 +3,9 @@
 prompts -> rollout -> rewards -> advantages -> update -> publish -> evaluate -> checkpoint -> record
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 
 from megagrpo.checkpoint.roll_back import roll_back
 from megagrpo.checkpoint.run_checkpoints import RunCheckpoints
@@ -14,16 +13,12 @@ from megagrpo.checkpoint.state import TrainerState
 from megagrpo.device import device
 from megagrpo.errors import SharedUserError, StopRequested
 from megagrpo.evaluation.evaluator import Evaluator
-from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag
-from megagrpo.policy.logprob_gap import LogprobGap
-from megagrpo.policy.metrics import compute_update_metrics
+from megagrpo.parallel.groups import all_gather_metadata
+from megagrpo.policy.guarded_update import GuardedUpdate
 from megagrpo.policy.spikes import RollBack
-from megagrpo.policy.update import PolicyUpdater, UpdateResult
-from megagrpo.policy.update_gate import UpdateGate
 from megagrpo.rollout.generation import RolloutFailedError
 from megagrpo.rollout.metrics import compute_rollout_metrics
 from megagrpo.rollout.pipeline import RolloutPipeline
-from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.supervision.supervisor import Supervisor
 from megagrpo.telemetry import names
 from megagrpo.telemetry.clock import RunClock
@@ -39,22 +34,19 @@ class Trainer:
 
     num_steps: int
     pipeline: RolloutPipeline
-    updater: PolicyUpdater
-    gate: UpdateGate
-    learning_rate: Callable[[int], float]  # of an update, by how many the run has made before
+    update: GuardedUpdate
     publisher: Publisher
     evaluator: Evaluator
     checkpoints: RunCheckpoints
     recorder: NullRecorder
     timers: PhaseTimers
     supervisor: Supervisor
+    stop_if_asked: Callable[[], None]  # raises StopRequested where any rank was asked to; collective
     clock: RunClock
     engine_rests: Callable[[], AbstractContextManager[None]]  # entered while the policy is updated
     export: Callable[[], None]  # writes the final weights; collective over all ranks
     max_roll_backs: int  # one more ends the run
     state: TrainerState = field(init=False, default_factory=TrainerState)
-    # the weights are those of the last finished step: no update has been applied since
-    _is_step_untouched: bool = field(init=False, default=True)
     _prompts: Sequence[Prompt] = field(init=False, default=())  # of the running step
 
     def run(self) -> None:
@@ -67,7 +59,7 @@ class Trainer:
         try:
             self._start()
             while self.state.step < self.num_steps:
-                self._stop_if_asked()
+                self.stop_if_asked()
                 try:
                     self._step()
                 except RollBack as cause:
@@ -77,7 +69,7 @@ class Trainer:
         except StopRequested:
             self._save_and_stop()
         except (RolloutFailedError, PublishError, SharedUserError):
-            if self.checkpoints.is_on and self.state.step and self._is_step_untouched:
+            if self.checkpoints.is_on and self.state.step and self.update.is_step_untouched:
                 self.checkpoints.save_now(self.state)
             else:
                 self.checkpoints.finish()
@@ -104,7 +96,6 @@ class Trainer:
     def _step(self) -> None:
         step = self.state.step + 1
         self.supervisor.step = step
-        self.gate.start_step(step)
         self.clock.start_step()
         with self.timers.phase("rollout"):
             rollouts, counts = self.pipeline.collect(step, self.state.weight_version)
@@ -112,22 +103,30 @@ class Trainer:
         metrics = compute_rollout_metrics(rollouts, counts, self.state.weight_version)
         if counts.scores.failed:
             self.recorder.warn_once("scores", f"step {step}: {counts.scores.describe()}")
-        self._stop_if_asked()
+        self.stop_if_asked()
         with self.timers.phase("update"), self.engine_rests():
-            accepted = self.gate.accepts_rewards(metrics.get(names.REWARD))
-            result = self._update(rollouts) if accepted else UpdateResult({})
-        # the schedule counts a step's updates whether or not there was anything to train
-        self.state.updates += self.updater.update.updates_per_step
+            updated, self.state.nonfinite_in_a_row = self.update.run(
+                step,
+                rollouts,
+                metrics.get(names.REWARD),
+                updates=self.state.updates,
+                nonfinite_in_a_row=self.state.nonfinite_in_a_row,
+                weight_version=self.state.weight_version,
+            )
+        self.state.updates += self.update.updates_per_step
         with self.timers.phase("rollout"):
             self.pipeline.wait()  # the engine's weights are overwritten next
         with self.timers.phase("publish"):
             self.state.weight_version += 1
-            published, failure = self._try_to_publish()
+            failure = None
+            try:
+                published = self._publish()
+            except PublishError as error:  # on all ranks alike; the step is trained, and kept first
+                published, failure = {}, error
         self.state.step, self.state.wall_seconds = step, self.clock.run_seconds()
         self.checkpoints.capture()
-        self._is_step_untouched = True
-        metrics |= compute_update_metrics(result, self.updater.actor.learning_rate) | self.gate.metrics()
-        metrics |= self.clock.step_metrics() | self.timers.take() | published
+        self.update.is_step_untouched = True
+        metrics |= updated | self.clock.step_metrics() | self.timers.take() | published
         self.recorder.completions(step, rollouts.samples)
         self._conclude(metrics, evaluates=failure is None and self.evaluator.is_due(step))
         if failure is not None:
@@ -153,52 +152,11 @@ class Trainer:
             with self.timers.phase("checkpoint"):
                 self.checkpoints.after_step(self.state, metrics)
 
-    # ---- the verbs
-
-    def _try_to_publish(self) -> tuple[dict[str, float], PublishError | None]:
-        """Return the publish's metrics, or what it failed with on all ranks alike: the step before it is
-        trained, and kept first.
-        """
-        try:
-            return self._publish(), None
-        except PublishError as error:
-            return {}, error
-
     def _publish(self) -> dict[str, float]:
         stats = self.publisher.publish(self.state.weight_version)
         for note in stats.notes:
             self.recorder.note(note)
         return stats.metrics
-
-    def _update(self, rollouts: StepRollouts) -> UpdateResult:
-        result = self.updater.run(
-            rollouts,
-            learning_rate=lambda k: self.learning_rate(self.state.updates + k),
-            before_apply=partial(self._before_apply, rollouts),
-            before_pass=self._stop_if_asked,
-            accepts=self.gate.accepts,
-            weight_version=self.state.weight_version,
-        )
-        self._is_step_untouched = not any(update.applied for update in result.applied)
-        nonfinite = self.gate.count_nonfinite(self.state.nonfinite_in_a_row, result.applied)
-        self.state.nonfinite_in_a_row = nonfinite
-        return result
-
-    def _before_apply(
-        self, rollouts: StepRollouts, metrics: Mapping[str, float], gap: LogprobGap | None
-    ) -> None:
-        """Decide before an update is applied; the first of a step is the last point at which the step can
-        be given up.
-        """
-        if self._is_step_untouched:
-            self._stop_if_asked()
-        self.gate.before_apply(metrics, gap, rollouts)
-        self._is_step_untouched = False
-
-    def _stop_if_asked(self) -> None:
-        """Stop where any rank was asked to. Collective over all ranks."""
-        if all_reduce_flag(self.supervisor.stop_reason is not None):
-            raise StopRequested
 
     def _save_and_stop(self) -> None:
         """Save the last finished step, unless it is saved already, and say how to go on."""
