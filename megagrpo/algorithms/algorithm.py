@@ -11,11 +11,18 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megagrpo.algorithms.advantages import AdvantageResult, compute_advantages
+from megagrpo.algorithms.advantages import ADVANTAGES, AdvantageResult, PenaltySums, compute_advantages
 from megagrpo.algorithms.aggregation import compute_token_weights
 from megagrpo.algorithms.checks import check_algorithm_config
 from megagrpo.algorithms.correction import CorrectionResult, compute_correction
-from megagrpo.algorithms.kl import add_score_term, compute_k3, compute_kl_penalty, estimate_kl, update_kl_coef
+from megagrpo.algorithms.kl import (
+    add_score_term,
+    compute_k3,
+    compute_kl_penalty,
+    compute_token_penalty,
+    estimate_kl,
+    update_kl_coef,
+)
 from megagrpo.algorithms.losses import LOSSES, LossInputs, LossOutput, exp_log_ratio
 from megagrpo.algorithms.metrics import Metric, measure
 from megagrpo.algorithms.overlong import compute_overlong_penalty, mask_overlong
@@ -59,6 +66,13 @@ class Algorithm:
         advantages.
         """
         return self.needs_reference and self.config.kl.placement == "reward"
+
+    @property
+    def kl_to_go(self) -> bool:
+        """Whether KL in the reward is taken token by token: `advantages` takes `penalties`, and a token's
+        advantage holds the KL of it and of all tokens behind it.
+        """
+        return self.kl_in_reward and ADVANTAGES.find(self.config.advantages).kl_to_go
 
     @property
     def needs_entropy(self) -> bool:
@@ -122,6 +136,10 @@ class Algorithm:
             old_logprobs, ref_logprobs, sequence_ids, num_sequences, self.config.kl, self.kl_coef
         )
 
+    def kl_token_penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """Return what KL takes from the reward at each token [T] float64; see `compute_token_penalty`."""
+        return compute_token_penalty(old_logprobs, ref_logprobs, self.config.kl, self.kl_coef)
+
     def measure_kl_penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> dict[str, Metric]:
         """Measure `ref_kl` of KL in the reward on a micro-batch's tokens [T], for the report and for
         `update_kl`.
@@ -139,10 +157,17 @@ class Algorithm:
         lengths: Tensor | None = None,
         reward_parts: Tensor | None = None,
         part_weights: Tensor | None = None,
+        penalties: PenaltySums | None = None,
     ) -> AdvantageResult:
         """Compute advantages [N, G]; see `compute_advantages`."""
         return compute_advantages(
-            rewards, valid, self.config, lengths=lengths, reward_parts=reward_parts, part_weights=part_weights
+            rewards,
+            valid,
+            self.config,
+            lengths=lengths,
+            reward_parts=reward_parts,
+            part_weights=part_weights,
+            penalties=penalties,
         )
 
     def correct(

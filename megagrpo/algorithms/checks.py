@@ -27,6 +27,7 @@ def check_algorithm_config(
     there is none.
     """
     problems: list[str] = []
+    kl_in_reward = config.kl.coef > 0 and config.kl.placement == "reward"
     estimator = _collect(lambda: ADVANTAGES.find(config.advantages), "algorithm.advantages", problems)
     if estimator is not None:
         problems += _unknown_options(
@@ -43,9 +44,7 @@ def check_algorithm_config(
                 f"algorithm.advantage_options.k: {k:g}; must be 1 to "
                 f"rollout.completions_per_prompt = {completions_per_prompt}"
             )
-        if estimator.needs_parts and (
-            config.overlong.penalty > 0 or (config.kl.coef > 0 and config.kl.placement == "reward")
-        ):
+        if estimator.needs_parts and (config.overlong.penalty > 0 or kl_in_reward):
             problems.append(
                 f"algorithm.advantages: {config.advantages} normalises each reward apart, so it does not "
                 "see what overlong.penalty or "
@@ -59,6 +58,11 @@ def check_algorithm_config(
             problems.append(
                 f"algorithm.loss_options.dual_clip: {config.loss_options['dual_clip']:g}; must "
                 "be above 1 (0: off)"
+            )
+        if loss.needs_whole_sequences and estimator is not None and estimator.kl_to_go and kl_in_reward:
+            problems.append(
+                f"algorithm.loss: {config.loss} takes one advantage a completion, and {config.advantages} "
+                "with kl.placement: reward gives each token its own; use kl.placement: loss, or loss ppo_clip"
             )
         if config.loss == "sapo" and min(config.loss_options.values(), default=1.0) <= 0:
             problems.append("algorithm.loss_options: tau_positive and tau_negative must be above 0")

@@ -89,8 +89,14 @@ def compute_kl_penalty(
         config: estimator and its bound.
         coef: the coefficient in force (adaptive or fixed).
     """
+    penalty = compute_token_penalty(logprobs, ref_logprobs, config, coef)
+    return penalty.new_zeros(num_sequences).index_add(0, sequence_ids, penalty)
+
+
+def compute_token_penalty(logprobs: Tensor, ref_logprobs: Tensor, config: KLConfig, coef: float) -> Tensor:
+    """Return what KL takes from the reward at each token: coef * the estimate [T] float64."""
     kl = estimate_kl(logprobs.detach().double(), ref_logprobs.double(), config.estimator, config.linear_above)
-    return coef * kl.new_zeros(num_sequences).index_add(0, sequence_ids, kl)
+    return coef * kl
 
 
 def update_kl_coef(coef: float, measured_kl: float, config: KLConfig) -> float:

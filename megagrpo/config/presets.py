@@ -18,8 +18,8 @@ and differences:
 - `cispo` MiniMax-M1 (arXiv 2506.13585, Section 3.1): detached weight without a lower bound, all tokens of a
   group alike, no KL. The paper does not publish its upper bound; 5 (clip_high 4) is one of those that ScaleRL
   (arXiv 2510.13786) tries.
-- `reinforce_pp` REINFORCE++ (arXiv 2501.03262): batch-standardised advantages, clip 0.2, all tokens alike, k1
-  KL in the reward. The coefficient 0.01 is ours.
+- `reinforce_pp` REINFORCE++ (arXiv 2501.03262): advantages standardised over all tokens, clip 0.2, all
+  tokens alike, k1 KL in the reward. The coefficient 0.01 is ours.
 """
 
 from collections.abc import Mapping

@@ -54,6 +54,18 @@ class TokenShard:
             ]
         return intervals
 
+    def chunks(self) -> torch.Tensor:
+        """Return which chunk of its stretch each local token is in, int64 [T / cp]: the order of tokens that
+        several ranks hold.
+        """
+        numbers = (self.cp_rank, 2 * self.cp - 1 - self.cp_rank) if self.cp > 1 else (0,)
+        return torch.cat(
+            [
+                torch.full((stop - start,), numbers[k % len(numbers)])
+                for k, (start, stop) in enumerate(self.intervals)
+            ]
+        )
+
     def packed_positions(self) -> torch.Tensor:
         """Return the packed position of each local token, int64 [T / cp]."""
         return torch.cat([torch.arange(start, stop) for start, stop in self.intervals])
@@ -107,3 +119,41 @@ def sum_sequences(
     if group.size() > 1:
         dist.all_reduce(sums, group=group)
     return sums
+
+
+def sum_following(
+    values: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    chunks: torch.Tensor,
+    num_sequences: int,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Return for each row the sum of `values` [R] over it and all later rows of its sequence, those of other
+    context parallel ranks included: [R] float64 on the CPU, detached.
+
+    Collective over `group`: one all-reduce of one sum per sequence and chunk.
+
+    Args:
+        values: of this rank's rows; rows of a sequence stand together, in the order of their positions.
+        sequence_ids: [R] int64, ascending.
+        chunks: [R] int64, `TokenShard.chunks` of the rows.
+        num_sequences: B.
+        group: the context parallel group.
+    """
+    num_chunks = 2 * group.size()
+    segments = sequence_ids * num_chunks + chunks  # ascends with the rows
+    sums = torch.zeros(num_sequences * num_chunks, dtype=torch.float64, device=values.device)
+    sums.index_add_(0, segments, values.detach().double())
+    # a running sum over the rows, less that of all segments behind the row's own
+    local, segments = values.detach().double().cpu(), segments.cpu()
+    within = _sum_from(local) - (_sum_from(sums.cpu()) - sums.cpu())[segments]
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    by_chunk = sums.cpu().view(num_sequences, num_chunks)
+    later_chunks = _sum_from(by_chunk.T).T - by_chunk
+    return within + later_chunks.flatten()[segments]
+
+
+def _sum_from(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum from each place of the first dimension to its end."""
+    return values.flip(0).cumsum(0).flip(0)

@@ -43,6 +43,7 @@ class RowTerms:
     ref_hidden: torch.Tensor | None = None  # [R, H], for the exact KL
     keep: torch.Tensor | None = None  # bool [R]: rows that a correction leaves in the loss
     correction_weights: torch.Tensor | None = None  # [R]
+    kl_to_go: torch.Tensor | None = None  # [R] KL taken from the reward at the row's token and all later ones
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class MicroBatch:
     sequence_ids: torch.Tensor  # int64 [R], 0 <= id < B
     positions: torch.Tensor  # int64 [R]: index of the row's token in its completion
     rollout_logprobs: torch.Tensor  # float32 [R]
+    chunks: torch.Tensor  # int64 [R]: `TokenShard.chunks` of the row's input position
     terms: RowTerms = field(default_factory=RowTerms)  # filled before the update
 
     @property
@@ -152,6 +154,7 @@ class MicroBatchBuilder:
             rollout_logprobs=pick(
                 _trained([sample.rollout_logprobs for sample in samples], positions), torch.float32
             ),
+            chunks=shard.chunks()[row_index[local]].to(self.device),
         )
 
     def _pack(self, trees: list[Tree], shard: TokenShard, sequences_per_update: int) -> RoutedPackedSeqParams:

@@ -31,6 +31,8 @@ class SequenceTerms:
     token_weights: Mapping[SampleKey, float]
     # publishes between the weights that sampled the sequence and the actor's
     policy_ages: Mapping[SampleKey, int]
+    # what the KL to go of a token takes from its advantage is scaled by; 0: advantages are the sequences'
+    kl_scale: float = 0.0
 
 
 class PolicyLoss:
@@ -167,7 +169,7 @@ class PolicyLoss:
         return LossInputs(
             actor_logprobs=logprobs,
             old_logprobs=logprobs.detach() if terms.old_logprobs is None else terms.old_logprobs[rows],
-            advantages=batch.per_row(self.sequences.advantages)[rows],
+            advantages=self._advantages(batch)[rows],
             sequence_ids=batch.sequence_ids[rows],
             num_sequences=batch.num_sequences,
             config=self.algorithm.config,
@@ -177,6 +179,13 @@ class PolicyLoss:
             exact_kl=exact_kl,
             correction_weights=pick(terms.correction_weights),
         )
+
+    def _advantages(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the advantage of each row's token [R] float32."""
+        if batch.terms.kl_to_go is None:
+            return batch.per_row(self.sequences.advantages)
+        shared = batch.per_row(self.sequences.advantages, torch.float64)
+        return (shared - self.sequences.kl_scale * batch.terms.kl_to_go).float()
 
     def _weights(self, batch: MicroBatch, keep: torch.Tensor) -> torch.Tensor:
         return batch.per_row(self.sequences.token_weights, torch.float64)[keep]

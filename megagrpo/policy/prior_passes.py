@@ -12,7 +12,7 @@ from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.algorithms.checks import check_logprobs
 from megagrpo.algorithms.metrics import Metric, merge_metrics
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
-from megagrpo.parallel.token_shard import sum_sequences
+from megagrpo.parallel.token_shard import sum_following, sum_sequences
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatch
 from megagrpo.policy.logprob_gap import LargestGap
@@ -119,6 +119,39 @@ class PriorPasses:
             measured.append(self.algorithm.measure_kl_penalty(old, ref))
         penalties = sum_by_key(all_gather_metadata(mine))
         return penalties, all_gather_metrics(self.groups, measured)
+
+    def fill_kl_to_go(
+        self, mini_batches: Sequence[MiniBatch]
+    ) -> tuple[dict[SampleKey, float], dict[SampleKey, float], dict[str, Metric]]:
+        """Compute what KL takes at each token and behind it, K_t, for all rows of the step; what a correction
+        masks has it too, and counts in no sum. Collective over all ranks.
+
+        Returns:
+            The sums of K_t and of its square over each sample's loss tokens, and the metric of the KL.
+        """
+        totals: dict[SampleKey, float] = {}
+        squares: dict[SampleKey, float] = {}
+        measured: list[Mapping[str, Metric]] = []
+        for batch in (
+            batch for mini_batch in mini_batches for batch in mini_batch.batches if self.groups.is_last_stage
+        ):
+            old, ref = batch.terms.old_logprobs, batch.terms.ref_logprobs
+            penalty = self.algorithm.kl_token_penalty(old, ref)
+            rows = sum_following(
+                penalty, batch.sequence_ids, batch.chunks, batch.num_sequences, self.groups.cp
+            )
+            batch.terms.kl_to_go = rows.to(penalty.device)
+            counted = rows if batch.terms.keep is None else rows * batch.terms.keep.cpu()
+            for sums, values in ((totals, counted), (squares, counted.square())):
+                found = values.new_zeros(batch.num_sequences).index_add(0, batch.sequence_ids.cpu(), values)
+                sums |= dict(zip(batch.keys, found.tolist(), strict=True))
+            measured.append(self.algorithm.measure_kl_penalty(old, ref))
+        gathered = all_gather_metadata((totals, squares) if self.groups.reports_losses else ({}, {}))
+        return (
+            sum_by_key(part for part, _ in gathered),
+            sum_by_key(part for _, part in gathered),
+            all_gather_metrics(self.groups, measured),
+        )
 
     def compare_with_engine(
         self,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megagrpo.algorithms.advantages import AdvantageResult, PenaltySums
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.algorithms.metrics import Metric, finalize_metrics, merge_metrics, summarize_updates
 from megagrpo.config.rollout_sections import RewardsConfig, RolloutConfig
@@ -56,6 +57,7 @@ class _Step:
     before: dict[str, Metric]  # KL that was taken from rewards
     mismatch: dict[str, Metric]  # of engine and actor; empty where the first update measures it
     largest_gap: LargestGap
+    kl_scale: float  # of the KL to go in the advantages of tokens
 
 
 class PolicyUpdater:
@@ -156,26 +158,40 @@ class PolicyUpdater:
         """Compute all that comes before the first update. Collective over all ranks."""
         valid = self.algorithm.mask_completions(rollouts.valid, rollouts.cut_by_length)
         rewards = self._shaped_rewards(rollouts)
-        advantages, counters = self._advantages(rollouts, rewards, valid)
-        trains = valid if self._needs_every_sample else valid & (advantages != 0)
+        result = self._advantages(rollouts, rewards, valid, rollouts.field_matrix("trained_tokens"))
+        trains = valid if self._needs_every_sample else valid & (result.advantages != 0)
         mini_batches = self._mini_batches.build(rollouts, trains, self.update.mini_batches_per_step)
         ages = {key: weight_version - record.weight_version for key, record in rollouts.records.items()}
         self._passes.fill_terms(mini_batches, before_pass)
-        before: dict[str, Metric] = {}
-        if self.algorithm.kl_in_reward:
-            penalties, before = self._passes.kl_penalties(mini_batches)
-            rewards = rewards - rollouts.matrix(penalties)
         gap = LargestGap()
         kept_tokens, rejected, mismatch = self._passes.compare_with_engine(mini_batches, ages, gap)
-        if rejected or self.algorithm.kl_in_reward:
-            valid = valid & ~rollouts.matrix(rejected, fill=0, dtype=torch.bool)
-            advantages, counters = self._advantages(rollouts, rewards, valid)
+        valid = valid & ~rollouts.matrix(rejected, fill=0, dtype=torch.bool)
         lengths = {
             key: kept_tokens.get(key, record.trained_tokens) if valid[key] else 0
             for key, record in rollouts.records.items()
         }
-        advantage_of = {key: float(advantages[key]) for key in rollouts.records}
-        return _Step(mini_batches, advantage_of, lengths, ages, counters, before, mismatch, gap)
+        before: dict[str, Metric] = {}
+        penalties: PenaltySums | None = None
+        if self.algorithm.kl_to_go:
+            totals, squares, before = self._passes.fill_kl_to_go(mini_batches)
+            penalties = PenaltySums(rollouts.matrix(totals), rollouts.matrix(squares))
+        elif self.algorithm.kl_in_reward:
+            taken, before = self._passes.kl_penalties(mini_batches)
+            rewards = rewards - rollouts.matrix(taken)
+        if kept_tokens or self.algorithm.kl_in_reward:
+            result = self._advantages(rollouts, rewards, valid, rollouts.matrix(lengths), penalties)
+        advantages = {key: float(result.advantages[key]) for key in rollouts.records}
+        return _Step(
+            mini_batches,
+            advantages,
+            lengths,
+            ages,
+            result.counters,
+            before,
+            mismatch,
+            gap,
+            result.penalty_scale,
+        )
 
     @property
     def _needs_every_sample(self) -> bool:
@@ -194,21 +210,28 @@ class PolicyUpdater:
         )
 
     def _advantages(
-        self, rollouts: StepRollouts, rewards: torch.Tensor, valid: torch.Tensor
-    ) -> tuple[torch.Tensor, Mapping[str, int]]:
+        self,
+        rollouts: StepRollouts,
+        rewards: torch.Tensor,
+        valid: torch.Tensor,
+        lengths: torch.Tensor,
+        penalties: PenaltySums | None = None,
+    ) -> AdvantageResult:
         _, parts = rollouts.reward_parts()
-        result = self.algorithm.advantages(
+        return self.algorithm.advantages(
             rewards,
             valid,
-            lengths=rollouts.field_matrix("trained_tokens"),
+            lengths=lengths,
             reward_parts=parts,
             part_weights=self._part_weights,
+            penalties=penalties,
         )
-        return result.advantages, result.counters
 
     def _loss(self, step: _Step, mini_batch: MiniBatch, is_first: bool) -> PolicyLoss:
         """Return the loss of one update; the first measures engine against actor where that is not known."""
-        terms = SequenceTerms(step.advantages, self._token_weights(mini_batch, step.lengths), step.ages)
+        terms = SequenceTerms(
+            step.advantages, self._token_weights(mini_batch, step.lengths), step.ages, step.kl_scale
+        )
         compare = step.largest_gap if self.is_comparable and is_first and not step.mismatch else None
         return PolicyLoss(
             self.actor.model,

@@ -11,8 +11,8 @@ from megagrpo.algorithms.kl import estimate_kl
 from megagrpo.algorithms.losses import LOSSES, LossInputs
 from megagrpo.config.algorithm import AlgorithmConfig
 
-# opo: the length-weighted sum is 0
-ZERO_SUM = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gdpo", "pass_at_k"]
+# opo and reinforce_pp: the length-weighted sum is 0
+ZERO_SUM = ["grpo", "dr_grpo", "rloo", "gdpo", "pass_at_k"]
 SCALE_FREE = ["grpo", "reinforce_pp", "reinforce_pp_baseline", "gdpo"]
 SHIFT_FREE = [name for name in ADVANTAGES.names() if name != "pass_at_k"]  # which reads success or failure
 # Multiples of 1/8 add and centre without rounding trouble: equal rewards stay equal after a shift.
@@ -57,6 +57,13 @@ def test_advantages_of_a_group_sum_to_zero(name, batch):
 def test_opo_advantages_weighted_by_length_sum_to_zero(batch):
     advantages = run("opo", *batch)
     assert (advantages * batch[2]).sum(1).abs().max() <= 1e-9 * 50 * max(1.0, float(advantages.abs().max()))
+
+
+@quick
+@given(batches())
+def test_reinforce_pp_advantages_of_all_tokens_sum_to_zero(batch):
+    advantages = run("reinforce_pp", *batch)
+    assert (advantages * batch[2]).sum().abs() <= 1e-9 * 1200 * max(1.0, float(advantages.abs().max()))
 
 
 @pytest.mark.parametrize("name", SHIFT_FREE)

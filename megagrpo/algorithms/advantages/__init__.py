@@ -5,6 +5,8 @@ from megagrpo.algorithms.advantages.base import (
     ADVANTAGES,
     AdvantageInputs,
     AdvantageResult,
+    PenaltySums,
+    TokenAdvantages,
     find_equal_rewards,
     register_estimator,
 )
@@ -14,6 +16,8 @@ __all__ = [
     "ADVANTAGES",
     "AdvantageInputs",
     "AdvantageResult",
+    "PenaltySums",
+    "TokenAdvantages",
     "compute_advantages",
     "dr_grpo",
     "find_equal_rewards",

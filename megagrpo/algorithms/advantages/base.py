@@ -8,6 +8,7 @@ completions with `valid = False` (rejected, aborted, missing) take no part in an
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,26 @@ ROUNDING = EQUAL_ULPS * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
+class PenaltySums:
+    """KL that is taken from the rewards token by token, as statistics over tokens need it: sums over each
+    completion's loss tokens of K_t, the penalty of token t and of all tokens behind it.
+    """
+
+    totals: Tensor  # [N, G] float64: sum of K_t
+    squares: Tensor  # [N, G] float64: sum of K_t^2
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """Advantages of an estimator that takes KL token by token: that of token t is
+    `completions - penalty_scale * K_t`.
+    """
+
+    completions: Tensor  # [N, G] float64
+    penalty_scale: float
+
+
+@dataclass(frozen=True)
 class AdvantageInputs:
     """Checked inputs of an estimator; values at invalid positions are 0."""
 
@@ -29,9 +50,10 @@ class AdvantageInputs:
     valid: Tensor  # [N, G] bool
     config: AlgorithmConfig
     options: Mapping[str, float]  # the estimator's constants: the user's, else its defaults
-    lengths: Tensor | None = None  # [N, G] float64 tokens per completion
+    lengths: Tensor | None = None  # [N, G] float64 trained tokens per completion
     reward_parts: Tensor | None = None  # [N, G, R] float64, one column per reward
     part_weights: Tensor | None = None  # [R] float64
+    penalties: PenaltySums | None = None  # of the KL in the reward, where the estimator takes it by token
 
 
 @dataclass(frozen=True)
@@ -40,19 +62,23 @@ class AdvantageResult:
 
     advantages: Tensor  # [N, G] float64; exactly 0 at invalid positions and in degenerate groups
     counters: Mapping[str, int]  # groups, groups_too_small, groups_equal_rewards, completions_invalid
+    penalty_scale: float = 0.0  # that of `TokenAdvantages`
 
 
 @dataclass(frozen=True)
 class Estimator:
     """A registered estimator: its function and what it needs."""
 
-    function: Callable[[AdvantageInputs], Tensor]
+    function: Callable[[AdvantageInputs], Tensor | TokenAdvantages]
     # compares completions of one group: needs 2, and a group without differences gets exactly 0
     group_baseline: bool
     needs_lengths: bool
     needs_parts: bool
+    kl_to_go: bool  # KL in the reward comes as `penalties`, not as a part of `rewards`
     options: Mapping[str, float] = field(default_factory=dict)
 
+
+Function = TypeVar("Function", bound=Callable[[AdvantageInputs], Tensor | TokenAdvantages])
 
 ADVANTAGES: Registry[Estimator] = Registry(
     "advantage estimator", read=lambda function: ADVANTAGES.entry_of(function)
@@ -64,13 +90,14 @@ def register_estimator(
     group_baseline: bool = True,
     needs_lengths: bool = False,
     needs_parts: bool = False,
+    kl_to_go: bool = False,
     options: Mapping[str, float] | None = None,
-) -> Callable[[Callable[[AdvantageInputs], Tensor]], Callable[[AdvantageInputs], Tensor]]:
+) -> Callable[[Function], Function]:
     """Register an estimator under `name`, with the constants that `algorithm.advantage_options` may set."""
 
-    def add(function: Callable[[AdvantageInputs], Tensor]) -> Callable[[AdvantageInputs], Tensor]:
+    def add(function: Function) -> Function:
         ADVANTAGES.register(name)(
-            Estimator(function, group_baseline, needs_lengths, needs_parts, dict(options or {}))
+            Estimator(function, group_baseline, needs_lengths, needs_parts, kl_to_go, dict(options or {}))
         )
         return function
 
@@ -95,17 +122,23 @@ def center(values: Tensor, valid: Tensor, dim: int | tuple[int, ...] = 1) -> Ten
 def normalize(
     centered: Tensor, valid: Tensor, config: AlgorithmConfig, dim: int | tuple[int, ...] = 1
 ) -> Tensor:
-    """Divide centred values by their floored standard deviation along `dim`; 0 where it is 0.
+    """Divide centred values by their floored standard deviation along `dim`; 0 where it is 0."""
+    squares = torch.where(valid, centered, 0.0).square().sum(dim, keepdim=True)
+    return centered / compute_divisor(squares, valid.sum(dim, keepdim=True), config)
+
+
+def compute_divisor(squares: Tensor, count: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Return the floored standard deviation of `count` values whose squared deviations add up to `squares`;
+    infinite where it is 0, so that what is divided by it is no advantage.
 
     population divides the squares by n, sample by n - 1; the floor is std + epsilon (`add`) or max(std,
     epsilon) (`max`).
     """
     correction = 1 if config.advantage_std == "sample" else 0
-    squares = torch.where(valid, centered, 0.0).square().sum(dim, keepdim=True)
-    std = (squares / (valid.sum(dim, keepdim=True) - correction).clamp(min=1)).sqrt()
+    std = (squares / (count - correction).clamp(min=1)).sqrt()
     epsilon = config.advantage_std_epsilon
     floored = std + epsilon if config.advantage_std_floor == "add" else std.clamp(min=epsilon)
-    return torch.where(std > 0, centered / torch.where(floored > 0, floored, 1.0), 0.0)
+    return torch.where(std > 0, floored, torch.inf)
 
 
 def find_equal_rewards(rewards: Tensor, valid: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from megagrpo.algorithms.advantages.base import (
     AdvantageInputs,
     AdvantageResult,
     Estimator,
+    PenaltySums,
+    TokenAdvantages,
     find_equal_rewards,
 )
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -22,6 +24,7 @@ def compute_advantages(
     lengths: Tensor | None = None,
     reward_parts: Tensor | None = None,
     part_weights: Tensor | None = None,
+    penalties: PenaltySums | None = None,
 ) -> AdvantageResult:
     """Compute the advantage of every completion of the step.
 
@@ -29,15 +32,16 @@ def compute_advantages(
         rewards: [N, G] float32 or float64; values at invalid positions are ignored, NaN too.
         valid: [N, G] bool; False for rejected, aborted or missing completions.
         config: estimator, standard deviation and its floor, the estimator's constants.
-        lengths: [N, G] trained tokens per completion; `opo` needs them.
+        lengths: [N, G] trained tokens per completion; `opo` and the REINFORCE++ estimators need them.
         reward_parts: [N, G, R] one column per reward; `gdpo` needs them.
         part_weights: [R] weights of the columns; default all 1.
+        penalties: KL in the reward, for an estimator with `kl_to_go`.
 
     Returns:
         advantages [N, G] float64: exactly 0 for invalid completions, and for a group baseline also in groups
             with fewer than 2 valid
         members or with equal rewards (never the raw reward, never a difference blown up by a small standard
-        deviation); and counters.
+        deviation), unless KL tells its completions apart; counters; what a token's KL to go is scaled by.
 
     Raises:
         UserError: an unknown estimator, shapes that do not match, a NaN or infinite reward (the row is
@@ -64,9 +68,12 @@ def compute_advantages(
         if reward_parts is None
         else torch.where(valid[:, :, None], reward_parts, 0.0).double(),
         part_weights=None if part_weights is None else part_weights.double(),
+        penalties=penalties,
     )
-    advantages = torch.where(valid, estimator.function(inputs), 0.0)
-    if estimator.group_baseline:
+    found = estimator.function(inputs)
+    by_token = found if isinstance(found, TokenAdvantages) else TokenAdvantages(found, 0.0)
+    advantages = torch.where(valid, by_token.completions, 0.0)
+    if estimator.group_baseline and penalties is None:
         advantages = torch.where(equal[:, None], 0.0, advantages)
     too_small = valid.sum(1) < 2
     counters = {
@@ -75,7 +82,7 @@ def compute_advantages(
         "groups_equal_rewards": int((equal & ~too_small).sum()),
         "completions_invalid": int((~valid).sum()),
     }
-    return AdvantageResult(advantages, counters)
+    return AdvantageResult(advantages, counters, by_token.penalty_scale)
 
 
 def _check_shapes(

@@ -123,6 +123,15 @@ def token_weight(mode: str, lengths: dict[tuple[int, int], int], key: tuple[int,
     )
 
 
+def correct(log_ratio: dict[tuple[int, int], torch.Tensor]) -> tuple[set, dict, dict]:
+    """The completions that are not rejected, the tokens [L] that train, the importance weights."""
+    bounds = [np.log(bound) for bound in (*BAND, *REJECT)]
+    accepted = {key for key, gap in log_ratio.items() if bounds[2] <= gap.mean() <= bounds[3]}
+    in_band = {key: (gap >= bounds[0]) & (gap <= bounds[1]) for key, gap in log_ratio.items()}
+    keep = {key: in_band[key] & (key in accepted) for key in log_ratio}
+    return accepted, keep, {key: min(float(log_ratio[key][in_band[key]].sum().exp()), CAP) for key in keep}
+
+
 def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
     """Two updates on the same rows; per update metrics, grad-norm and the gradient of every weight."""
     model = load(folder)
@@ -137,12 +146,8 @@ def train(folder: Path, rows: list[Row], loss: str, aggregation: str) -> dict:
     with torch.no_grad():
         old = {row.key: score(model, row)[0] for row in valid}
     log_ratio = {row.key: torch.tensor(row.gaps) for row in valid}  # actor before the update over engine
-    bounds = [np.log(bound) for bound in (*BAND, *REJECT)]
-    accepted = {key for key, gap in log_ratio.items() if bounds[2] <= gap.mean() <= bounds[3]}
-    in_band = {key: (gap >= bounds[0]) & (gap <= bounds[1]) for key, gap in log_ratio.items()}
-    keep = {key: in_band[key] & (key in accepted) for key in log_ratio}
+    accepted, keep, importance = correct(log_ratio)
     lengths = {key: int(mask.sum()) for key, mask in keep.items()}
-    importance = {key: min(float(log_ratio[key][in_band[key]].sum().exp()), CAP) for key in keep}
     updates = []
     for _ in range(2):
         total, terms = (

@@ -126,18 +126,25 @@ def make_rollouts(vocab_size: int, rollout_logprobs: dict) -> StepRollouts:
 
 
 def run_case(
-    folder: Path, config: Config, groups: ParallelGroups, parallel: ParallelConfig, rollout_logprobs: dict
+    folder: Path,
+    config: Config,
+    groups: ParallelGroups,
+    parallel: ParallelConfig,
+    rollout_logprobs: dict,
+    reference_folder: Path | None = None,
 ) -> tuple[UpdateResult, list[dict], list[dict[str, torch.Tensor]]]:
-    """Two updates; returns the result, and the metrics and gradients of each update."""
+    """Two updates; returns the result, and the metrics and gradients of each update. The reference is the
+    model itself unless it has a folder of its own.
+    """
     hf, layout = read_hf_config(folder), groups.layout
 
-    def load():
+    def load(folder: Path):
         transformer_config = build_transformer_config(
             hf, groups, build_precision("fp32"), parallel.sp, moe_dispatcher=parallel.moe_dispatcher
         )
         return load_stage_model(str(folder), hf, transformer_config, groups, DEVICE, use_te=False)
 
-    actor = Actor(load(), config.optimizer)
+    actor = Actor(load(folder), config.optimizer)
     exporter = WeightExporter(actor.model)
     rules = PackingRules(
         48,
@@ -149,7 +156,7 @@ def run_case(
     algorithm = Algorithm(config.algorithm, dense.COMPLETIONS, dense.LIMIT)
     updater = PolicyUpdater(
         actor=actor,
-        reference=Reference(load()),
+        reference=Reference(load(reference_folder or folder)),
         algorithm=algorithm,
         groups=groups,
         layout=layout,

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from megagrpo.algorithms.advantages import ADVANTAGES, compute_advantages
+from megagrpo.algorithms.advantages import ADVANTAGES, PenaltySums, compute_advantages
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.errors import UserError
 
@@ -74,22 +74,69 @@ def test_opo_weighs_its_baseline_by_length():
     assert_rows(run("opo", lengths=LENGTHS).advantages, expected)
 
 
-def test_reinforce_pp_standardises_over_the_batch():
-    flat = [r for row in valid_rows() for r in row]
-    expected = [[(r - statistics.mean(flat)) / statistics.pstdev(flat) for r in row] for row in valid_rows()]
-    assert_rows(run("reinforce_pp").advantages, expected)
+def token_rewards(baseline, kl):
+    """A_t of every token of every valid completion as REINFORCE++ (arXiv 2501.03262) has it: the reward, less
+    the group's mean in the variant with a baseline, less the KL of the token and of all behind it.
+    """
+    rows = {}
+    for group, (row, mask) in enumerate(zip(REWARDS.tolist(), VALID.tolist(), strict=True)):
+        mean = statistics.mean(r for r, ok in zip(row, mask, strict=True) if ok) if baseline else 0.0
+        for place, (reward, ok) in enumerate(zip(row, mask, strict=True)):
+            tokens = kl[group, place]
+            if ok:
+                rows[group, place] = [reward - mean - sum(tokens[t:]) for t in range(len(tokens))]
+    return rows
+
+
+def sums_of(kl, power):
+    """[N, G]: the sum over a completion's tokens of (KL to go) ** power."""
+    sums = torch.zeros_like(REWARDS)
+    for key, tokens in kl.items():
+        sums[key] = sum(sum(tokens[t:]) ** power for t in range(len(tokens)))
+    return sums
+
+
+@pytest.mark.parametrize(("kind", "std"), [("population", statistics.pstdev), ("sample", statistics.stdev)])
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("size", [0.0, 0.05])
+def test_reinforce_pp_standardises_over_all_tokens_of_the_batch(name, kind, std, size):
+    generator = torch.Generator().manual_seed(3)
+    kl = {
+        (group, place): (size * torch.randn(int(LENGTHS[group, place]), generator=generator))
+        .double()
+        .tolist()
+        for group in range(3)
+        for place in range(4)
+    }
+    expected = token_rewards(name == "reinforce_pp_baseline", kl)
+    tokens = [value for row in expected.values() for value in row]
+    penalties = PenaltySums(sums_of(kl, 1), sums_of(kl, 2)) if size else None
+    result = run(name, lengths=LENGTHS, penalties=penalties, config={"advantage_std": kind})
+    for key, row in expected.items():
+        to_go = [sum(kl[key][t:]) for t in range(len(row))]
+        got = [float(result.advantages[key]) - result.penalty_scale * k for k in to_go]
+        want = [(value - statistics.mean(tokens)) / std(tokens) for value in row]
+        assert got == pytest.approx(want, rel=1e-12, abs=1e-12)
+    assert result.advantages[~VALID].eq(0).all()
 
 
 def test_reinforce_pp_takes_one_completion_per_prompt():
-    rewards = torch.tensor([[1.0], [3.0]])
-    advantages = run("reinforce_pp", rewards, torch.ones(2, 1, dtype=torch.bool)).advantages
+    rewards, lengths = torch.tensor([[1.0], [3.0]]), torch.tensor([[7], [7]])
+    valid = torch.ones(2, 1, dtype=torch.bool)
+    advantages = run("reinforce_pp", rewards, valid, lengths=lengths).advantages
     assert advantages.flatten().tolist() == [-1.0, 1.0]
 
 
-def test_reinforce_pp_baseline_centres_by_group_and_scales_by_batch():
-    centred = [[r - statistics.mean(row) for r in row] for row in valid_rows()]
-    std = statistics.pstdev([r for row in centred for r in row])
-    assert_rows(run("reinforce_pp_baseline").advantages, [[r / std for r in row] for row in centred])
+def test_kl_tells_completions_of_equal_rewards_apart():
+    """Without it such a group is no signal; with it the one that went further from the reference loses."""
+    rewards, valid = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    lengths = torch.tensor([[1, 1]])
+    kl = torch.tensor([[0.1, 0.3]]).double()
+    for name in ("reinforce_pp", "reinforce_pp_baseline"):
+        assert run(name, rewards, valid, lengths=lengths).advantages.tolist() == [[0.0, 0.0]]
+        result = run(name, rewards, valid, lengths=lengths, penalties=PenaltySums(kl, kl.square()))
+        tokens = result.advantages - result.penalty_scale * kl
+        assert tokens.flatten().tolist() == pytest.approx([1.0, -1.0])
 
 
 def test_gdpo_standardises_each_reward_before_adding_them():

@@ -33,6 +33,7 @@ def batch_of(rollout_logprobs):
         sequence_ids=torch.tensor([0, 0, 0, 1, 1]),
         positions=torch.tensor([0, 1, 2, 0, 1]),
         rollout_logprobs=torch.tensor(rollout_logprobs),
+        chunks=torch.zeros(5, dtype=torch.int64),
     )
 
 
