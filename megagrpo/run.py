@@ -115,7 +115,7 @@ def build_update(
     warn_above = warning_bound(
         rollout.logprob_gap,
         is_float32=config.precision.recipe == "fp32" and not config.engine.is_quantized,
-        is_narrowed=rollout.is_narrowed,
+        is_narrowed=config.has_narrowed_logprobs,
     )
     logprob_gap = LogprobGapGate(rollout.logprob_gap, warn_above, recorder.note)
     return GuardedUpdate(

@@ -173,6 +173,7 @@ def build_session(
         update=config.update,
         rollout=config.rollout,
         rewards=config.rewards,
+        is_comparable=not config.has_narrowed_logprobs,
     )
     building(f"the rollout engine ({config.engine.name})", engine_log(config, replica=0))
     engine = build_rollout_engine(config, groups, hf_folder, tokenizer, device, precision.params_dtype)

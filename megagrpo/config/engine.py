@@ -89,6 +89,12 @@ class _Engine(Section):
         server = getattr(self, "server", None)
         return server is not None and server.quantization != "none"
 
+    def narrows_logprobs(self, temperature: float, top_k: int, top_p: float) -> bool:
+        """Whether log-probs of the engine are over the tokens that top_k and top_p keep; the actor's are over
+        all, so the two cannot be compared.
+        """
+        return False
+
     @property
     def given_addresses(self) -> tuple[str, ...]:
         """Servers that run already; none of an engine in the ranks."""
@@ -107,6 +113,11 @@ class VllmConfig(_Engine):
 
     name: Literal["vllm"] = "vllm"
     server: ServerConfig = ServerConfig()
+
+    def narrows_logprobs(self, temperature: float, top_k: int, top_p: float) -> bool:
+        """As `_Engine`: vLLM tells log-probs after temperature and filters (our choice), or before both."""
+        before = self.server.options.get("logprobs_mode") == "raw_logprobs" and temperature == 1
+        return (top_k > 0 or top_p < 1) and not before
 
 
 class SglangConfig(_Engine):

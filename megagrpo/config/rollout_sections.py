@@ -47,7 +47,7 @@ class LogprobGapConfig(Section):
     warn_above: PositiveFloat | Literal["auto"] | None = Field(
         "auto",
         description="warn where the largest gap is over this; auto: 1e-3 where actor and engine are float32, "
-        "else 0.5, and none where top_p or top_k narrow the engine's log-probs; null: never",
+        "else 0.5, and none where top_p or top_k narrow vLLM's log-probs; null: never",
     )
     stop_above_mean: PositiveFloat | None = Field(
         None, description="end the run where the mean gap of a step is over this"
@@ -67,7 +67,7 @@ class RolloutConfig(Section):
         1.0, description="sampling temperature, also that of the actor's log-probs"
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="nucleus; below 1 the engine's log-probs are renormalised"
+        1.0, description="nucleus; below 1 vLLM's log-probs are renormalised"
     )
     top_k: NonNegativeInt = Field(0, description="0 keeps the whole vocabulary")
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
@@ -79,13 +79,6 @@ class RolloutConfig(Section):
         "synchronous",
         description="one_step_off: generate a step's completions while the step before is trained",
     )
-
-    @property
-    def is_narrowed(self) -> bool:
-        """Whether top_p or top_k leave tokens out: the engine's log-probs are over those kept, the actor's
-        over all, and the two cannot be compared.
-        """
-        return self.top_p < 1 or self.top_k > 0
 
     @property
     def max_policy_age(self) -> int:

@@ -50,6 +50,12 @@ class Config(Section):
     spikes: Annotated[SpikesConfig, FREE] = SpikesConfig()
 
     @property
+    def has_narrowed_logprobs(self) -> bool:
+        """Whether the engine's log-probs are over fewer tokens than the actor's."""
+        rollout = self.rollout
+        return self.engine.narrows_logprobs(rollout.temperature, rollout.top_k, rollout.top_p)
+
+    @property
     def total_updates(self) -> int:
         """Optimizer updates of the whole run: what a decaying learning rate is stretched over."""
         return self.run.steps * self.update.updates_per_step

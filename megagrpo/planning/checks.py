@@ -137,17 +137,18 @@ def _check_lengths(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str
 
 def _check_sampling(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
     rollout = config.rollout
-    narrowing = [f"top_p {rollout.top_p:g}"] if rollout.top_p < 1 else []
-    narrowing += [f"top_k {rollout.top_k}"] if rollout.top_k > 0 else []
-    if narrowing:
+    if config.has_narrowed_logprobs:
+        narrowing = [f"top_p {rollout.top_p:g}"] if rollout.top_p < 1 else []
+        narrowing += [f"top_k {rollout.top_k}"] if rollout.top_k > 0 else []
         why = (
-            f"with rollout.{' and '.join(narrowing)} the engine's log-probs are over the tokens it kept, "
-            "the actor's over all"
+            f"with rollout.{' and '.join(narrowing)} vLLM's log-probs are over the tokens it kept, the "
+            "actor's over all (at rollout.temperature 1 engine.server.options {logprobs_mode: raw_logprobs} "
+            "has them over all)"
         )
         if config.algorithm.correction.enabled:
             yield (
                 f"algorithm.correction: {why}, so an unchanged policy would be corrected; leave it out, or "
-                "take top_p 1 and top_k 0"
+                "take top_p 1 and top_k 0, or another engine"
             )
         if config.algorithm.old_logprobs == "engine":
             yield f"algorithm.old_logprobs: engine: {why}; take actor, or top_p 1 and top_k 0"
@@ -156,6 +157,16 @@ def _check_sampling(config: Config, hf_config: Mapping[str, Any]) -> Iterator[st
                 yield (
                     f"rollout.logprob_gap.{name}: {bound:g}: {why}; leave it out, or take top_p 1 and top_k 0"
                 )
+    server = getattr(config.engine, "server", None)
+    if (
+        server is not None
+        and server.options.get("logprobs_mode") == "raw_logprobs"
+        and rollout.temperature != 1
+    ):
+        yield (
+            f"engine.server.options.logprobs_mode: raw_logprobs: are those of temperature 1, and "
+            f"rollout.temperature is {rollout.temperature:g}; leave it out"
+        )
     vocabulary = hf_config.get("vocab_size")
     if isinstance(vocabulary, int):
         beyond = [token for token in rollout.stop_token_ids if not 0 <= token < vocabulary]

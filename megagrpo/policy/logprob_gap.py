@@ -166,7 +166,7 @@ def warning_bound(config: LogprobGapConfig, is_float32: bool, is_narrowed: bool)
 
     Args:
         is_float32: actor and engine both compute in float32.
-        is_narrowed: top_p or top_k leave tokens out, so that the engine's log-probs are over fewer.
+        is_narrowed: top_p or top_k leave tokens out of the engine's log-probs.
     """
     if config.warn_above != "auto":
         return config.warn_above

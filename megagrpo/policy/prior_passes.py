@@ -162,7 +162,7 @@ class PriorPasses:
         """Measure the mismatch of engine and actor and apply the rollout correction.
 
         Only where old log-probs were computed: otherwise the loss of the first update measures it with its
-        own. Nothing is measured where top_p or top_k narrow the engine's distribution. Collective over all
+        own. Nothing is measured where top_p or top_k narrow vLLM's log-probs. Collective over all
         ranks.
 
         Returns:

@@ -76,6 +76,7 @@ class PolicyUpdater:
         update: UpdateConfig,
         rollout: RolloutConfig,
         rewards: RewardsConfig,
+        is_comparable: bool = True,
     ):
         """Args:
         reference: None where no penalty needs it.
@@ -84,10 +85,11 @@ class PolicyUpdater:
         update: how many updates a step has.
         rollout: how the engine sampled.
         rewards: whose weights some advantages need part by part.
+        is_comparable: the engine's log-probs are over the same tokens as the actor's.
         """
         self.actor, self.reference, self.algorithm, self.groups = actor, reference, algorithm, groups
         self.update, self.temperature = update, rollout.temperature
-        self.is_comparable = not rollout.is_narrowed
+        self.is_comparable = is_comparable
         self._part_weights = torch.tensor([function.weight for function in rewards.functions])
         self._mini_batches = MiniBatchBuilder(groups, layout, builder, rules, actor.model.hf.hidden_size)
         self._passes = PriorPasses(

@@ -71,11 +71,11 @@ def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
 def sample_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one token per row and its log-prob under the distribution it was drawn from.
+    """Return one token per row and its log-prob in softmax(logits / temperature).
 
-    The distribution is softmax(logits / temperature), restricted to what top-k, then top-p keep, and
-    renormalised. Temperature 0 takes the most likely token and gives its log-prob at temperature 1 over the
-    whole vocabulary.
+    The token is drawn from that distribution, restricted to what top-k, then top-p keep, and renormalised;
+    its log-prob is over the whole vocabulary, as the trainer's are. Temperature 0 takes the most likely token
+    and gives its log-prob at temperature 1.
 
     Args:
         logits: [R, V], any floating dtype; not modified.
@@ -87,14 +87,14 @@ def sample_tokens(
     """
     greedy = sampling.temperature == 0
     scores = logits.float() if greedy or sampling.temperature == 1 else logits.float() / sampling.temperature
-    if not greedy:
-        scores = filter_scores(scores, sampling.top_k, sampling.top_p)
-    largest = scores.amax(dim=-1, keepdim=True)
-    weights = (scores - largest).exp_()
-    block_sums, weights = _block_sums(weights)
+    kept = scores if greedy else filter_scores(scores, sampling.top_k, sampling.top_p)
+    largest = scores.amax(dim=-1, keepdim=True)  # which every filter keeps
+    block_sums, weights = _block_sums((kept - largest).exp_())
     cumulative = block_sums.cumsum(dim=-1)
     total = cumulative[:, -1]
     tokens = scores.argmax(dim=-1) if greedy else _inverse_cdf(weights, cumulative, uniforms * total)
+    if kept is not scores:
+        total = _block_sums((scores - largest).exp_())[0].cumsum(dim=-1)[:, -1]
     chosen = scores.gather(1, tokens[:, None]) - largest
     return tokens, (chosen[:, 0].double() - total.log()).float()
 

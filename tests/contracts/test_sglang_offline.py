@@ -11,7 +11,7 @@ from test_engine_contract import (
     test_a_finished_group_is_handed_over_while_others_run,  # noqa: F401
     test_an_abort_returns_what_there_is,  # noqa: F401
     test_greedy_completions_equal_transformers_generate,  # noqa: F401
-    test_logprobs_are_those_of_the_sampling_distribution,  # noqa: F401
+    test_logprobs_are_at_the_sampling_temperature_over_the_whole_vocabulary,  # noqa: F401
     test_stop_strings_and_stop_tokens_end_a_completion_with_the_token_that_completes_them,  # noqa: F401
 )
 from test_engine_update_contract import (

@@ -47,7 +47,15 @@ VARIANTS = {
         "algorithm.preset=dapo",
         f"rewards.functions.0.name={Path(__file__).parent / 'constant_reward.py'}:constant",
     ],
-    "top_k": ["rollout.top_k=5", "rollout.logprob_gap.stop_above_mean=null"],
+    "narrowed": [
+        "rollout.top_p=0.9",
+        "rollout.top_k=8",
+        "algorithm.correction.importance=sequence",
+        "algorithm.correction.reject=product",
+        "algorithm.correction.reject_low=0.999",
+        "algorithm.correction.reject_high=1.001",
+    ],
+    "reinforce_pp": ["algorithm.preset=reinforce_pp", "algorithm.kl.coef=0.1"],
     "gap_warned": ["rollout.logprob_gap.warn_above=1e-12"],
     "unpacked": ["update.packing=false"],
     "recompute": ["update.recompute=full"],
@@ -181,6 +189,14 @@ def test_options_without_effect_on_the_maths_change_nothing(variants, rows_of):
         assert row["optimizer/grad_norm"] == pytest.approx(
             first["unpacked"]["optimizer/grad_norm"], rel=1e-5
         ), name
+
+
+def test_an_unchanged_policy_has_gap_0_and_weight_1_where_top_p_and_top_k_narrow(variants, rows_of):
+    """Renormalised log-probs of the engine would be 0.1 nats a token above the actor's."""
+    for row in rows_of(variants["narrowed"])[1:]:
+        assert row["policy/rollout_gap_max"] < 1e-4
+        assert row["policy/correction_weight"] == pytest.approx(1.0, abs=1e-3)
+        assert row["policy/correction_rejected_fraction"] == 0
 
 
 def test_a_gap_beyond_its_limit_names_the_token_once(variants):

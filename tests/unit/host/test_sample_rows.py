@@ -54,14 +54,18 @@ def test_every_row_of_a_mixed_batch_is_drawn_as_if_it_were_alone():
         np.testing.assert_allclose(logprobs[row], expected[1][0], atol=1e-6, rtol=0)
 
 
-def test_only_the_greedy_row_of_two_with_top_k_1_has_the_log_prob_of_the_whole_vocabulary():
+def test_only_the_greedy_row_of_two_with_top_k_1_has_a_log_prob_at_temperature_1():
     logits = torch.tensor([[0.0, 1.0, 2.0]]).repeat(2, 1)
     draws = torch.tensor([[5, 3, 0], [5, 3, 1]])
+    halves = torch.full((2,), 0.5)
     tokens, logprobs = sample_rows(
-        logits, torch.tensor([2, 2]), draws, torch.ones(2), torch.ones(2, dtype=torch.int32), torch.ones(2)
+        logits, torch.tensor([2, 2]), draws, halves, torch.ones(2, dtype=torch.int32), torch.ones(2)
     )
     assert tokens.tolist() == [2, 2]
-    np.testing.assert_allclose(logprobs, [0.0, 2 - np.log(np.exp([0, 1, 2]).sum())], atol=1e-6)
+    whole = [
+        scaled[2] - np.log(np.exp(scaled).sum()) for scaled in (np.array([0, 2, 4]), np.array([0, 1, 2]))
+    ]
+    np.testing.assert_allclose(logprobs, whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 3])

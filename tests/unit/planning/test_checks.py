@@ -20,6 +20,10 @@ MODEL = {
     "max_position_embeddings": 1024,
     "vocab_size": 100,
 }
+OVER_KEPT = (
+    "vLLM's log-probs are over the tokens it kept, the actor's over all (at rollout.temperature 1 "
+    "engine.server.options {logprobs_mode: raw_logprobs} has them over all)"
+)
 NO_GPU = Hardware(torch_cuda=None, nvidia_device=False, transformer_engine=False)
 FULL_GPU = Hardware(torch_cuda="13.0", nvidia_device=True, transformer_engine=True)
 
@@ -141,24 +145,31 @@ def test_defaults_have_no_problem(run_file):
         ),
         (
             1,
-            ["rollout.top_p=0.9", "rollout.top_k=20", "algorithm.old_logprobs=engine"],
-            "algorithm.old_logprobs: engine: with rollout.top_p 0.9 and top_k 20 the engine's log-probs are "
-            "over the tokens it kept, "
-            "the actor's over all; take actor, or top_p 1 and top_k 0",
+            ["engine.name=vllm", "rollout.top_p=0.9", "rollout.top_k=20", "algorithm.old_logprobs=engine"],
+            f"algorithm.old_logprobs: engine: with rollout.top_p 0.9 and top_k 20 {OVER_KEPT}; "
+            "take actor, or top_p 1 and top_k 0",
         ),
         (
             1,
-            ["rollout.top_p=0.9", "algorithm.correction.importance=token"],
-            "algorithm.correction: with rollout.top_p 0.9 the engine's log-probs are over the tokens it "
-            "kept, the actor's over all, so an unchanged policy would be corrected; leave it out, or take "
-            "top_p 1 and top_k 0",
+            ["engine.name=vllm", "rollout.top_p=0.9", "algorithm.correction.importance=token"],
+            f"algorithm.correction: with rollout.top_p 0.9 {OVER_KEPT}, so an unchanged policy would be "
+            "corrected; leave it out, or take top_p 1 and top_k 0, or another engine",
         ),
         (
             1,
-            ["rollout.top_k=20", "rollout.logprob_gap.stop_above_mean=1e-4"],
-            "rollout.logprob_gap.stop_above_mean: 0.0001: with rollout.top_k 20 the engine's log-probs are "
-            "over the tokens it kept, "
-            "the actor's over all; leave it out, or take top_p 1 and top_k 0",
+            ["engine.name=vllm", "rollout.top_k=20", "rollout.logprob_gap.stop_above_mean=1e-4"],
+            f"rollout.logprob_gap.stop_above_mean: 0.0001: with rollout.top_k 20 {OVER_KEPT}; leave it out, "
+            "or take top_p 1 and top_k 0",
+        ),
+        (
+            1,
+            [
+                "engine.name=vllm",
+                "engine.server.options={logprobs_mode: raw_logprobs}",
+                "rollout.temperature=0.7",
+            ],
+            "engine.server.options.logprobs_mode: raw_logprobs: are those of temperature 1, and "
+            "rollout.temperature is 0.7; leave it out",
         ),
         (
             1,
