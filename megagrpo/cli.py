@@ -1,6 +1,4 @@
-"""The `megagrpo` command: run, check-extension, doctor, report, convert. Torch is imported by what a command
-starts, not by the command line.
-"""
+"""The `megagrpo` command. Torch is imported by what a command starts, not by the command line."""
 
 import sys
 from pathlib import Path
@@ -9,6 +7,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from megagrpo import __version__
 from megagrpo.checkpoint.convert_command import Direction
 from megagrpo.checkpoint.convert_command import convert as convert_checkpoint
 from megagrpo.config.dashed_overrides import refuse_dashed_overrides
@@ -22,7 +21,7 @@ LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="RL post-training at Megatron scale.",
 )
@@ -36,6 +35,53 @@ def main() -> None:
     except UserError as error:
         print(redact(str(error)), file=sys.stderr)
         sys.exit(exit_codes.USER_ERROR)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"megagrpo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version),
+    ] = False,
+) -> None:
+    """RL post-training at Megatron scale."""
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="YAML file to write")],
+    model: Annotated[str, typer.Option(help="HF folder of the model")],
+    data: Annotated[
+        str | None, typer.Option(help="training rows; default: a small task, written beside the file")
+    ] = None,
+    reward: Annotated[str | None, typer.Option(help="reward: a name, or FILE.py:function")] = None,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of the run; 0: the CPU")] = 0,
+    gpu_memory: Annotated[float, typer.Option(min=1, help="of one GPU, in GB")] = 80.0,
+) -> None:
+    """Write a commented configuration that trains as it is."""
+    from megagrpo.planning.starter import write_starter
+
+    for path in write_starter(file, model, data, reward, gpus, gpu_memory):
+        print(f"{path} written")
+    print(f"next: megagrpo run {file} --dry-run")
+
+
+@app.command()
+def config(
+    word: Annotated[
+        str | None, typer.Argument(help="a field, a section, a list of names, or a word to search for")
+    ] = None,
+) -> None:
+    """Show fields with default and meaning, and the names that they take (presets, rewards, metrics, ...)."""
+    from megagrpo.planning.config_help import describe
+
+    print(describe(word))
 
 
 @app.command()

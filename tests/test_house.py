@@ -18,6 +18,7 @@ PACKAGE = ROOT / "megagrpo"
 # From the top down: what stands on one line may import what stands below it, and of its own line what makes
 # no circle.
 LAYERS = (
+    ("__main__",),
     ("train", "cli"),
     ("run",),
     ("trainer", "session"),

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megagrpo.config.load import dump_config, load_config
+from megagrpo.planning.metric_dictionary import find
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
 # relative: metrics of later steps, after float32 differences went through AdamW's first, sign-like updates
@@ -222,3 +223,14 @@ def test_exact_and_sampled_kl_start_at_zero(variants, rows_of):
 def test_export_of_the_quickstart_is_float32(tp2_run):
     model = AutoModelForCausalLM.from_pretrained(tp2_run / "hf")
     assert next(model.parameters()).dtype == torch.float32
+
+
+def test_every_number_of_every_run_is_in_the_dictionary_of_metrics(variants):
+    recorded = {
+        name
+        for folder in variants.values()
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+        for name in json.loads(line)
+    } - {"step"}
+    assert len(recorded) > 60
+    assert not [name for name in recorded if find(name) is None]
