@@ -5,6 +5,7 @@ larger than what was asked for can be, and a call whose connection breaks is mad
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -104,7 +105,8 @@ class EngineClient:
     def is_answering(self, path: str) -> bool:
         """Say whether GET `path` answers 200 within two seconds."""
         try:
-            return self._client.get(path, timeout=2.0).status_code == httpx.codes.OK
+            with self._client.stream("GET", path, timeout=2.0) as response:  # its body may be of any size
+                return response.status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 
@@ -141,7 +143,8 @@ class EngineClient:
                 if end := self._describe_end():
                     raise EngineUnreachable(end)
                 if is_aborted():
-                    await asyncio.gather(*(self._post_async(client, call) for call in abort_calls))
+                    with suppress(httpx.HTTPError):  # it is sent again
+                        await asyncio.gather(*(self._post_async(client, call) for call in abort_calls))
                 if time.monotonic() - last_answer > self._timeout_seconds:
                     raise EngineUnreachable(self._silence("no request"))
 

@@ -26,19 +26,25 @@ def server():
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self._answer(200, {})
+            if self.path != "/endless":
+                return self._answer(200, {})
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # the client goes
+                while not released.is_set():
+                    self.wfile.write(b"x" * 2**20)
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             posts.append((self.path, body))
             if self.path == "/wait":
                 released.wait(60)
-            if self.path == "/release":
-                released.set()
-            if self.path == "/drop" and len(posts) <= httpd.drops:
+            if self.path.startswith("/drop") and len(posts) <= httpd.drops:
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
+            if self.path.endswith("release"):
+                released.set()
             if self.path == "/large":
                 return self._answer(200, ["x" * body])
             with contextlib.suppress(BrokenPipeError):  # a client that waits no longer
@@ -150,6 +156,19 @@ def test_an_abort_is_sent_and_keeps_back_what_was_not(server):
     thread.join(60)
     assert result == {0: {"sent": {"number": 0}}, 1: NOT_SENT}
     assert ("/release", {"ids": [0]}) in server.posts and ("/echo", {"number": 1}) not in server.posts
+
+
+def test_an_abort_whose_connection_breaks_is_sent_again(server):
+    server.drops, result = 2, {}  # the request itself comes first
+    client_of(server).call_all(
+        [Call("/wait", {})], result.__setitem__, 1, lambda: bool(server.posts), [Call("/drop_release", {})]
+    )
+    assert result == {0: {"sent": {}}}
+    assert [path for path, _ in server.posts][:3] == ["/wait", "/drop_release", "/drop_release"]
+
+
+def test_a_server_that_answers_its_health_without_end_is_there(server):
+    assert client_of(server).is_answering("/endless")
 
 
 @pytest.mark.parametrize("drops", [1, 2, 3])
