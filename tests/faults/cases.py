@@ -1,5 +1,6 @@
 """The faults."""
 
+from answer_cases import ANSWERS, ANSWERS_OF_TWO
 from chains import Case, Chain
 from engine_cases import ENGINES, GROUPS
 from outside_cases import ATTACKS
@@ -313,5 +314,5 @@ LAUNCHERS = Chain(
 
 CHAINS = [
     *(KILLS, ERRORS, SIGNALS, STALLS, FOUR, BACKGROUND, AHEAD, SAVES, FOLDERS),
-    *(LAUNCHERS, ATTACKS, ENGINES, GROUPS),
+    *(LAUNCHERS, ATTACKS, ANSWERS, ANSWERS_OF_TWO, ENGINES, GROUPS),
 ]

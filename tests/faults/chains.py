@@ -5,10 +5,11 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fake_engine import FakeEngine
 from fleet import RANK_SECONDS, Ended, Fleet
 
 TOLD = re.compile(r"^rank \d+ (failed|died|stalled) in ", re.MULTILINE)
@@ -39,6 +40,7 @@ class Case:
     # exit codes of the launch, where they are not 0 or an error's by the outcome
     codes: Sequence[int] | None = None
     attack: Any = None  # of outside.py; by a launcher that real runs are started with
+    growth_mib: float | None = None  # of a rank's largest memory over the reference's, at most
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Chain:
     launches: Sequence[Sequence[Case]]
     needs: str | None = None  # a file without which the chain is skipped
     seconds: float = RANK_SECONDS  # that the ranks of a launch have
+    fake_engines: int = 0  # servers of fake_engine.py, which the ranks generate through
 
     @property
     def last_step(self) -> int:
@@ -103,10 +106,19 @@ class ChainRun:
     def __init__(self, chain: Chain, fleet: Fleet, folder: Path, config: Sequence[str]):
         self.chain, self.fleet, self.config = chain, fleet, list(config)
         self.reference, self.broken = folder / chain.name / "reference", folder / chain.name / "broken"
+        self.engines = [FakeEngine(number) for number in range(chain.fake_engines)]
 
     def run(self) -> list[Result]:
         """Return one result per case."""
+        try:
+            return self._run()
+        finally:
+            for engine in self.engines:
+                engine.close()
+
+    def _run(self) -> list[Result]:
         whole = self._launch(self.reference, [], [])
+        self._peak_bytes = max(whole.peak_bytes, default=0)
         if any(whole.codes):
             raise RuntimeError(
                 f"the reference run of {self.chain.name} ended with {whole.codes}:\n{whole.output[-3000:]}"
@@ -167,9 +179,17 @@ class ChainRun:
     ) -> Ended:
         named = [override.replace("RUN_DIR", str(run_dir)) for override in overrides]
         arguments = [*self.config, *self.chain.overrides, f"run.dir={run_dir}", *named]
-        return self.fleet.launch(
+        if self.engines:
+            addresses = ",".join(engine.address for engine in self.engines)
+            arguments.append(f"engine.server.addresses=[{addresses}]")
+        for engine in self.engines:
+            engine.begin(faults)
+        ended = self.fleet.launch(
             self.chain.ranks, arguments, run_dir, faults, launcher, self.chain.seconds, attack
         )
+        notes = [note for engine in self.engines for note in engine.notes]
+        left = [f"{engine.address} is still connected" for engine in self.engines if engine.is_connected()]
+        return replace(ended, notes=[*ended.notes, *notes], left=[*ended.left, *left])
 
     def _judge(self, case: Case, result: Result, ended: Ended) -> None:
         if "hung" in ended.codes:
@@ -177,7 +197,6 @@ class ChainRun:
         if case.codes is not None and ended.codes != list(case.codes):
             result.problems.append(f"the launch ended with {ended.codes}")
         elif case.outcome == "ends":
-            result.problems += ended.left
             killed = -signal.SIGKILL in ended.codes  # a launcher that can say nothing
             is_told = any(line.startswith("stopped by ") for line in ended.output.splitlines())
             if "Traceback" in ended.output or not (killed or is_told or ended.codes == [0]):
@@ -187,6 +206,11 @@ class ChainRun:
                 result.problems.append(f"the ranks ended with {ended.codes}")
             if len(TOLD.findall(ended.output)) > 1 or ended.output.count("Traceback") > 1:
                 result.problems.append("the error is told more than once")
+        result.problems += ended.left
+        if case.growth_mib is not None:
+            grown = (max(ended.peak_bytes) - self._peak_bytes) / 2**20
+            if grown > case.growth_mib:
+                result.problems.append(f"a rank's memory grew by {grown:.0f} MiB")
         if case.says and not re.search(case.says, ended.output):
             result.problems.append(f"the output does not hold {case.says!r}")
         met = {(note["point"], note["action"]) for note in self._met(case, ended)}

@@ -53,7 +53,8 @@ class Ended:
     codes: list[int | str]
     output: str
     notes: list[dict]  # what the injectors noted: faults that were met, rows that were recorded
-    left: list[str] = field(default_factory=list)  # of an attacked launch: what was still there 10 s later
+    left: list[str] = field(default_factory=list)  # what was still there 10 s later, one line each
+    peak_bytes: list[int] = field(default_factory=list)  # of the memory of ranks that came to their end
 
 
 class Fleet:
@@ -90,17 +91,18 @@ class Fleet:
         self._count += 1
         output, notes = self.folder / f"output_{self._count}.txt", self.folder / f"notes_{self._count}.jsonl"
         plan = {"faults": faults, "log": str(notes), "run_dir": str(run_dir)}
-        left: list[str] = []
+        peaks: list[int] = []
         if launcher == "fleet":
-            codes = self._fork(
+            answer = self._fork(
                 plan | {"ranks": ranks, "arguments": arguments, "output": str(output), "seconds": seconds}
             )
+            codes, left, peaks = answer["codes"], answer["left"], answer["peak_bytes"]
         else:
             code, left = self._start(launcher, plan, ranks, arguments, output, attack)
             codes = [code]
-        return Ended(codes, output.read_text(), read_notes(notes), left)
+        return Ended(codes, output.read_text(), read_notes(notes), left, peaks)
 
-    def _fork(self, request: dict) -> list[int | str]:
+    def _fork(self, request: dict) -> dict:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._server.stdin.write(json.dumps(request | {"port": store.port}) + "\n")
         self._server.stdin.flush()

@@ -2,6 +2,7 @@
 from another machine at the same moment. What a launch leaves behind is looked for ten seconds later.
 """
 
+import fcntl
 import signal
 import socket
 import time
@@ -61,13 +62,12 @@ def knock(processes: Sequence[psutil.Process]) -> None:
 
 
 def left_behind(processes: Sequence[psutil.Process], files_before: set[str]) -> list[str]:
-    """Return what is left ten seconds after the launcher's end, one line each."""
+    """Return what is left ten seconds after a launch's end, one line each."""
     _, alive = psutil.wait_procs(processes, timeout=LEAVE_SECONDS)
-    files = {path.name for path in SHARED_MEMORY.glob("megagrpo_*")} - files_before
     lines = [
         f"process {each.pid} is left: {' '.join(each.cmdline())[:200]}" for each in alive if is_alive(each)
     ]
-    return lines + [f"{SHARED_MEMORY / name} is left" for name in sorted(files)]
+    return lines + [f"{SHARED_MEMORY / name} is left" for name in sorted(shared_files() - files_before)]
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -78,5 +78,15 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def shared_files() -> set[str]:
-    """Return our files in shared memory, those of other runs on this machine."""
-    return {path.name for path in SHARED_MEMORY.glob("megagrpo_*")}
+    """Return our files in shared memory that no live process holds."""
+    return {path.name for path in SHARED_MEMORY.glob("megagrpo_*") if not is_held(path)}
+
+
+def is_held(path: Path) -> bool:
+    """Say whether a process holds the lock that its maker takes on a file there, or it is gone."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+    except OSError:
+        return True

@@ -1,13 +1,14 @@
 """Forks the ranks of one launch after the other from a process that has everything imported: a start costs a
 second instead of ten.
 
-One JSON object a line on standard input: `{"ranks": n, "port": p, "arguments": [...], "faults": [...], "log":
-    path, "run_dir": path,
-"output": path, "seconds": limit}`; one line back when all ranks have ended: their exit codes, "hung" for a
-rank that had to be killed at the limit. Nothing ends the ranks that are left after one has failed: that is
-for them to do.
+One JSON object a line on standard input: `{"ranks": n, "port": p, "arguments": [...], "faults": [...],
+"log": path, "run_dir": path, "output": path, "seconds": limit}`. One line back when all ranks have ended:
+`{"codes": of the ranks, "hung" for one that had to be killed at the limit, "peak_bytes": of their memory,
+"left": what of them is still there 10 s later}`. Nothing ends the ranks that are left after one has failed:
+that is for them to do.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -25,29 +26,44 @@ from megagrpo.device import device as device_module
 DEVICE = device_module.setup()
 
 import inject  # noqa: E402
+import outside  # noqa: E402
+import psutil  # noqa: E402
 
 import megagrpo.device.launch  # noqa: E402
 import megagrpo.run  # noqa: E402
 import megagrpo.train  # noqa: E402
 
+_PR_SET_CHILD_SUBREAPER = 36
+
 
 def main() -> None:
+    # what a rank leaves behind comes to this process, so that it can be found
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     megagrpo.device.launch.set_thread_environment = lambda ranks: None  # done above: torch is loaded already
     for line in sys.stdin:
         launch = json.loads(line)
-        children = {fork_rank(launch, rank): rank for rank in range(launch["ranks"])}
-        print(json.dumps(wait_for(children, launch["seconds"])), flush=True)
+        own, files = psutil.Process().children(recursive=True), outside.shared_files()
+        ranks = {fork_rank(launch, rank): rank for rank in range(launch["ranks"])}
+        codes, peaks = wait_for(ranks, launch["seconds"])
+        left = outside.left_behind(
+            [each for each in psutil.Process().children(recursive=True) if each not in own], files
+        )
+        print(json.dumps({"codes": codes, "peak_bytes": peaks, "left": left}), flush=True)
 
 
-def wait_for(children: dict[int, int], limit: float) -> list[int | str]:
-    """Reap all children; those that are left at the limit are killed."""
+def wait_for(children: dict[int, int], limit: float) -> tuple[list[int | str | None], list[int]]:
+    """Reap all ranks; those that are left at the limit are killed. Returns their exit codes and the largest
+    memory of each.
+    """
     started = time.monotonic()
     codes: list[int | str | None] = [None] * len(children)
+    peaks = [0] * len(children)
     left = dict(children)
     while left:
         for pid, rank in list(left.items()):
-            reaped, status = os.waitpid(pid, os.WNOHANG)
+            reaped, status, usage = os.wait4(pid, os.WNOHANG)
             if reaped:
+                peaks[rank] = usage.ru_maxrss * 1024
                 codes[rank] = codes[rank] or os.waitstatus_to_exitcode(status)
                 del left[pid]
         if left and time.monotonic() - started > limit:
@@ -55,7 +71,7 @@ def wait_for(children: dict[int, int], limit: float) -> list[int | str]:
                 codes[rank] = "hung"
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return codes
+    return codes, peaks
 
 
 def fork_rank(launch: dict, rank: int) -> int:

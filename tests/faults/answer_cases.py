@@ -1,0 +1,134 @@
+"""Wrong answers of an engine's server: once, after which it answers rightly; for ever, which ends the run in
+one line, with all steps saved that are trained; and for ever from one of two servers.
+"""
+
+from pathlib import Path
+
+from chains import Case, Chain, newest_checkpoint
+from fake_engine import ACTIONS
+
+ENGINE = [
+    *("engine.name=vllm", "engine.server.request_timeout_seconds=20", "watchdog.floor_seconds=120"),
+    # the answers are no model's: nothing of them can be compared with the actor's log-probs
+    *("weights.layout=full", "weights.probe_tokens=0"),
+    *("rollout.logprob_gap.stop_above_mean=null", "rollout.logprob_gap.warn_above=null"),
+]
+# What is told of each, behind server, prompt and completion
+TOLD = {
+    "null": "the answer = None: Input should be",
+    "other fields": "choices = .*: Field required",
+    "no completions": "0 completions came, 2 were asked for",
+    "more tokens than asked": "45 tokens, at most 8 were asked for",
+    "a version from the future": "weight version 1000 is none yet, the newest one is {version}",
+    "no versions": "the weight versions of 0 of 5 tokens came",
+    "a version of no tokens": "the weight versions of 1 of 5 tokens came",
+    "an unknown finish reason": "finish reason 'banana' is none of stop, length, abort",
+    "an id beyond the vocabulary": "token 0 has id 1000000, the vocabulary is 0 to",
+    "an id as text": r"choices\.0\.token_ids\.0 = '7': Input should be a valid integer",
+    "a positive log-prob": "the log-prob of token 0 is 0.5",
+    "a log-prob that is no number": "the log-prob of token 0 is nan",
+    "a log-prob too few": "5 tokens and 4 log-probs",
+    "an empty completion": "no tokens, though it ended by 'stop'",
+    "not JSON": "the answer is not JSON: expected value",
+    "not UTF-8": "the answer is not JSON: invalid unicode",
+    "nested too deep": "the answer is not JSON: recursion limit exceeded",
+    "an error of the server": "answered 500: Traceback: out of memory",
+    "400 MB": r"the answer is larger than \d+ bytes, which what was asked for can't fill",
+    "400 MB in a packed body": "the answer is ",
+    "a dropped connection": "RemoteProtocolError",
+    "a body that is cut off": "RemoteProtocolError",
+    "silence": "was answered within engine.server.request_timeout_seconds = 20",
+}
+assert TOLD.keys() == ACTIONS.keys()
+GROWTH_MIB = 64.0  # of a rank's largest memory, over the undisturbed run's
+WHERE = r"http://127\.0\.0\.1:\d+\S*:? .*"
+
+
+def wrong(action, step, point="answer", times=1, server=0):
+    return {"point": point, "action": action, "step": step, "times": times, "server": server}
+
+
+def kept(step):
+    """A check of the run folder: this step was saved."""
+
+    def find_loss(run_dir: Path) -> str | None:
+        found = newest_checkpoint(run_dir)
+        return None if found == step else f"step {step} is trained, the newest checkpoint is of step {found}"
+
+    return find_loss
+
+
+def once(number, action):
+    """The same request is asked again, and answered."""
+    return Case(f"answered once with {action}", "goes on", [wrong(action, number)], growth_mib=GROWTH_MIB)
+
+
+def for_ever(action, step):
+    told = TOLD[action].format(version=step - 1)
+    return [
+        Case(
+            f"answered with {action} for ever",
+            "resumes",
+            [wrong(action, step, times=None)],
+            says=rf"(?m)no rollout engine is left: replica 0: {WHERE}{told}",
+            leaves=kept(step - 1),
+            growth_mib=GROWTH_MIB,
+        )
+    ]
+
+
+def in_a_publish(action, step, says, point="ack"):
+    """What is trained is saved, though no engine has the weights."""
+    return [
+        Case(
+            f"{'a bucket' if point == 'ack' else 'a commit'} answered with {action}",
+            "resumes",
+            [wrong(action, step, point, times=None)],
+            says=says,
+            leaves=kept(step),
+        )
+    ]
+
+
+def ends(step):
+    return Case(
+        "killed after that", "resumes", [{"point": "update.enter", "action": "kill", "step": step, "rank": 1}]
+    )
+
+
+ONCE = [action for action in ACTIONS if action != "silence"]  # which loses the server
+AFTER = len(ONCE) + 1
+
+ANSWERS = Chain(
+    "answers",
+    2,
+    # what is found again was saved by the end alone
+    ["parallel.tp=2", "checkpoint.every=1000", *ENGINE],
+    [
+        [once(number, action) for number, action in enumerate(ONCE, start=1)] + for_ever("silence", AFTER),
+        *(for_ever(action, AFTER + number) for number, action in enumerate(ONCE, start=1)),
+        in_a_publish("null", AFTER + AFTER, rf"{WHERE}the answer = None"),
+        in_a_publish("not JSON", AFTER + AFTER + 1, rf"{WHERE}the answer is not JSON", "commit"),
+        in_a_publish("a dropped connection", AFTER + AFTER + 2, rf"{WHERE}RemoteProtocolError"),
+    ],
+    fake_engines=1,
+)
+
+ANSWERS_OF_TWO = Chain(
+    "two answering",
+    2,
+    ["parallel.tp=1", "checkpoint.every=1", *ENGINE],
+    [
+        [
+            Case(
+                f"one of two answers with {action} for ever: the other one generates all",
+                "goes on",
+                [wrong(action, step, times=None, server=1)],
+                growth_mib=GROWTH_MIB,
+            ),
+            ends(step + 1),
+        ]
+        for step, action in ((1, "a version from the future"), (3, "a dropped connection"), (5, "400 MB"))
+    ],
+    fake_engines=2,
+)
