@@ -1,5 +1,5 @@
-"""Exceptions that carry a user's mistake, printed as plain lines and never as a traceback, another rank's
-failure, or the wish to stop.
+"""Exceptions that carry a user's mistake, printed as plain lines and never as a traceback, another rank's or
+another program's failure, or the wish to stop.
 """
 
 
@@ -25,6 +25,12 @@ class ConfigError(UserError):
 class RelayedError(RuntimeError):
     """A failure of one rank that all ranks raise alike, between two collectives; the rank that met it has
     it as the cause.
+    """
+
+
+class ForeignError(RuntimeError):
+    """What another program did wrong, or left undone: its line says all. The traceback through our code is
+    kept in the run folder and not printed.
     """
 
 

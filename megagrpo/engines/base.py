@@ -13,7 +13,7 @@ import torch
 
 from megagrpo.device.device import has_cuda
 from megagrpo.device.memory import return_cached_memory
-from megagrpo.errors import UserError
+from megagrpo.errors import ForeignError, UserError
 from megagrpo.parallel.groups import all_reduce_flag
 from megagrpo.registry import Registry, require_call
 from megagrpo.types import Completion, Prompt, SamplingParams
@@ -22,7 +22,7 @@ OnGroup = Callable[[int, list[Completion]], None]
 """Takes a finished group: position of its prompt in the call, and its completions in the order asked for."""
 
 
-class EngineError(RuntimeError):
+class EngineError(ForeignError):
     """The engine can't do what was asked: a broken update, a call in the wrong state, logits that are not
     finite.
     """

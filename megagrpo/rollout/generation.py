@@ -220,7 +220,8 @@ class RolloutGenerator:
         completed = self._complete(request, outcome, self.revive)
         self._raise_alike(completed)
         if completed.missing:
-            raise RolloutFailedError(f"no rollout engine is left: {self.replicas.describe_lost()}")
+            lost = EngineError(f"no rollout engine is left: {self.replicas.describe_lost()}")
+            raise RolloutFailedError(str(lost)) from lost  # every rank knows the cause
         rollouts = StepRollouts(
             list(request.prompts),
             dict(sorted(completed.records.items())),

@@ -9,10 +9,10 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from megagrpo.errors import RelayedError, UserError
+from megagrpo.errors import ForeignError, RelayedError, UserError
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.redaction import redact
 
@@ -43,7 +43,9 @@ class Failure:
     step: int | None  # None before the first step
     message: str  # `ZeroDivisionError: division by zero`
     traceback: str = ""
-    kind: str = "error"  # error, user (a UserError), died (without a word), stalled
+    kind: str = (
+        "error"  # error, foreign (its line says all), user (a UserError), died (without a word), stalled
+    )
     time: float = field(default_factory=time.time)  # seconds since the epoch
 
     @property
@@ -56,10 +58,12 @@ class Failure:
         """Return the code that the other ranks leave with."""
         return exit_codes.USER_ERROR if self.kind == "user" else exit_codes.PEER_FAILED
 
+    def tell(self) -> str:
+        """Return the lines that the user gets to see."""
+        return replace(self, traceback="").describe() if self.kind == "foreign" else self.describe()
+
     def describe(self) -> str:
-        """Return the lines that the user gets to see. A user's mistake is told as it is: it is the same on
-        all ranks.
-        """
+        """Return all there is to tell. A user's mistake is told as it is: it is the same on all ranks."""
         if self.kind == "user":
             return self.message
         lines = [f"rank {self.rank} failed in {self.place}: {self.message}"]
@@ -87,7 +91,15 @@ def build_failure(error: BaseException, rank: int, phase: str, step: int | None)
         error = error.__cause__
     message = f"{type(error).__name__}: {error}".strip()
     trace = "".join(traceback.format_exception(error))
-    return Failure(rank, phase, step, redact(message), redact(trace))
+    kind = "foreign" if _is_foreign(error) else "error"
+    return Failure(rank, phase, step, redact(message), redact(trace), kind)
+
+
+def _is_foreign(error: BaseException) -> bool:
+    """Say whether what an exception began with is what another program did."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, ForeignError)
 
 
 def is_echo(error: BaseException) -> bool:
@@ -130,7 +142,7 @@ def keep(run_dir: Path, failure: Failure) -> None:
 
 def tell(run_dir: Path, failure: Failure) -> None:
     """Print the first failure of all ranks."""
-    text = failure.describe()
+    text = failure.tell()
     if failure.kind != "user" and (run_dir / "errors").is_dir():
         text += f"\nevery rank's end: {run_dir / 'errors'}"
     say(text)

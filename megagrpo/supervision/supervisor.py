@@ -150,7 +150,7 @@ class Supervisor:
             keep(self.run_dir, failure)
         board = self._board
         if board is None:
-            say(failure.describe())
+            say(failure.tell())
             return exit_codes.USER_ERROR if failure.kind == "user" else exit_codes.FAILED
         try:
             if echo:

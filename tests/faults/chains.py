@@ -207,6 +207,8 @@ class ChainRun:
             if len(TOLD.findall(ended.output)) > 1 or ended.output.count("Traceback") > 1:
                 result.problems.append("the error is told more than once")
         result.problems += ended.left
+        if self.engines and "Traceback" in ended.output:
+            result.problems.append("a traceback is printed")
         if case.growth_mib is not None:
             grown = (max(ended.peak_bytes) - self._peak_bytes) / 2**20
             if grown > case.growth_mib:

@@ -3,9 +3,9 @@
 import pytest
 import torch.distributed as dist
 
-from megagrpo.errors import RelayedError, UserError
+from megagrpo.errors import ForeignError, RelayedError, UserError
 from megagrpo.supervision.board import Board
-from megagrpo.supervision.failure import Failure, append_failure, build_failure, is_echo
+from megagrpo.supervision.failure import Failure, append_failure, build_failure, is_echo, keep, tell
 
 
 def raised(error):
@@ -93,3 +93,25 @@ def test_what_all_ranks_raise_is_told_by_the_rank_that_met_it():
         text.startswith("rank 1 failed in step 3, phase rollout: ValueError: no\nTraceback")
         and text.count("Traceback") == 1
     )
+
+
+def test_what_another_program_did_is_one_line_on_the_screen_and_has_its_traceback_in_the_folder(
+    capsys, tmp_path
+):
+    answer = raised(ForeignError("http://127.0.0.1:1: the answer is not JSON"))
+    relayed = RelayedError("rank 1: publish: the answer is not JSON")
+    relayed.__cause__ = answer
+    line = "rank 1 failed in step 3, phase rollout: ForeignError: http://127.0.0.1:1: the answer is not JSON"
+    for error in (answer, relayed):
+        failure = build_failure(error, 1, "rollout", 3)
+        keep(tmp_path, failure)
+        tell(tmp_path, failure)
+        assert capsys.readouterr().err.splitlines() == [line, f"every rank's end: {tmp_path / 'errors'}"]
+    assert (tmp_path / "errors" / "rank_0001.txt").read_text().count("Traceback") == 2
+
+
+def test_a_mistake_in_our_code_behind_a_relayed_error_keeps_its_traceback(capsys, tmp_path):
+    relayed = ForeignError("rank 1: weight version 3: ValueError: no")
+    relayed.__cause__ = raised(ValueError("no"))
+    tell(tmp_path, build_failure(relayed, 1, "publish", 3))
+    assert "Traceback" in capsys.readouterr().err
