@@ -103,32 +103,48 @@ def run(
     ] = 0,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="print configuration, rank grid and batch arithmetic; start nothing"),
+        typer.Option("--dry-run", help="open all inputs, say what the run would do; start nothing"),
     ] = False,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="with --dry-run: the whole resolved configuration too")
+    ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="with --dry-run: plan for so many GPUs, which need not be here"),
+    ] = None,
 ) -> None:
     """Train on this machine: check the configuration, then start the ranks.
 
     Ctrl-C, SIGTERM or SIGUSR1 saves and stops; Ctrl-C twice leaves at once.
     """
     with Launch() as launch:
-        code = _run(launch, config, overrides or [], nproc, max_restarts, dry_run)
+        if dry_run:
+            _dry_run(config, overrides or [], nproc, gpus, show_config)
+            return
+        if gpus is not None or show_config:
+            raise UserError("--gpus and --show-config are for --dry-run")
+        code = _run(launch, config, overrides or [], nproc, max_restarts)
     if code != exit_codes.DONE:
         raise typer.Exit(code)
 
 
-def _run(
-    launch: Launch, path: Path, overrides: list[str], nproc: int | None, max_restarts: int, dry_run: bool
-) -> int:
+def _dry_run(
+    path: Path, overrides: list[str], nproc: int | None, gpus: int | None, shows_config: bool
+) -> None:
+    """Say what a run would do, here or on GPUs that are elsewhere."""
+    from megagrpo.planning.dry_run import print_dry_run
+    from megagrpo.planning.preflight import prepare_run
+
+    config, num_ranks = prepare_run(path, overrides, gpus or nproc, is_elsewhere=gpus is not None)
+    print_dry_run(config, num_ranks, shows_config)
+
+
+def _run(launch: Launch, path: Path, overrides: list[str], nproc: int | None, max_restarts: int) -> int:
     """Check the configuration, then start the ranks and wait for them; return the exit code."""
     from megagrpo.planning.dry_run import describe_ranks
     from megagrpo.planning.preflight import prepare_run
 
     config, num_ranks = prepare_run(path, overrides, nproc)
-    if dry_run:
-        from megagrpo.planning.dry_run import print_dry_run
-
-        print_dry_run(config, num_ranks)
-        return exit_codes.DONE
     make_run_folder(Path(config.run.dir))
     print(f"starting {describe_ranks(config, num_ranks)}: {config.run.steps} steps of {path}", flush=True)
     engines_are_local = {urlsplit(each).hostname for each in config.engine.given_addresses} <= LOOPBACK_NAMES

@@ -78,7 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print configuration, rank grid and batch arithmetic; build nothing",
+        help="open all inputs, say what the run would do; build nothing",
     )
     parser.add_argument(
         "--world-size", type=_positive, help="ranks that a dry run plans for; default: WORLD_SIZE, or 1"

@@ -26,6 +26,10 @@ class Hardware:
         return missing
 
 
+ELSEWHERE = Hardware(torch_cuda="any", nvidia_device=True, transformer_engine=True)
+"""A machine that is planned for and not here: it has what a run can need."""
+
+
 def detect_hardware() -> Hardware:
     """Return the facts of this machine."""
     devices = [Path("/dev/nvidiactl"), Path("/dev/dxg")]  # the second is WSL's

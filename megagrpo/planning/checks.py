@@ -15,14 +15,14 @@ from megagrpo.planning.engine_checks import check_engine
 from megagrpo.planning.file_checks import check_files, read_hf_config
 
 
-def verify_config(config: Config, world_size: int) -> dict[str, Any]:
-    """Run every check; return the model's `config.json`.
+def verify_config(config: Config, world_size: int, hardware: Hardware | None = None) -> dict[str, Any]:
+    """Run every check; return the model's `config.json`. `hardware` as in `check_config`.
 
     Raises:
         ConfigError: all mistakes, one line each.
     """
     hf_config = read_hf_config(config.model.path)
-    problems = check_config(config, world_size, hf_config)
+    problems = check_config(config, world_size, hf_config, hardware)
     if problems:
         raise ConfigError(problems)
     return hf_config or {}

@@ -25,8 +25,12 @@ from megagrpo.rewards.reward import REWARDS
 from megagrpo.telemetry.writers import WRITERS
 
 
-def verify_components(config: Config) -> None:
+def verify_components(config: Config, is_elsewhere: bool = False) -> None:
     """Look every configured component up.
+
+    Args:
+        config: of the run.
+        is_elsewhere: an engine need not be installed here.
 
     Rewards are not built and users' own are not imported: both happen in the worker processes that run them.
 
@@ -40,7 +44,7 @@ def verify_components(config: Config) -> None:
     problems += _check_family(config)
     try:
         ENGINES.find(config.engine.name)
-        if config.engine.name in PACKAGES and not config.engine.given_addresses:
+        if config.engine.name in PACKAGES and not (config.engine.given_addresses or is_elsewhere):
             find_python(config.engine.server.python, PACKAGES[config.engine.name])
     except UserError as error:
         problems.append(str(error) if str(error).startswith("engine.") else f"engine.name: {error}")

@@ -1,16 +1,20 @@
-"""What a run would do, as text: resolved configuration, rank grid, batch arithmetic, prompts. No model, no
+"""What a run would do, as text: rank grid, batch arithmetic, memory, inputs, configuration. No model and no
 process group.
 """
 
 from dataclasses import dataclass
 
+from pydantic import BaseModel
 from rich.console import Console
 
 from megagrpo.config.load import dump_config
+from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
 from megagrpo.parallel.alignment import token_alignment
 from megagrpo.parallel.layout import ParallelLayout, build_layout
 from megagrpo.planning.file_checks import read_hf_config
+from megagrpo.planning.inputs import format_inputs
+from megagrpo.planning.starter import count_parameters
 
 
 @dataclass(frozen=True)
@@ -76,28 +80,14 @@ def _max_microbatches(config: Config, groups: int, layout: ParallelLayout, budge
     return round_up(max(bounds))
 
 
-def print_dry_run(config: Config, world_size: int) -> None:
-    """Print `format_dry_run` and `format_prompts` to standard output: coloured on a terminal, the plain text
-    anywhere else.
+def print_dry_run(config: Config, world_size: int, shows_config: bool = False) -> None:
+    """Print `format_dry_run` and `format_inputs` to standard output: coloured on a terminal, the plain text
+    anywhere else. What matters comes first; the resolved configuration, where it is asked for, last.
     """
-    text = f"{format_dry_run(config, world_size)}\n\n{format_prompts(config)}"
-    Console(soft_wrap=True).print(text, markup=False)
-
-
-def format_prompts(config: Config) -> str:
-    """Read and tokenise all prompts as the run would; return the first one and what is to be known of them.
-
-    Raises:
-        UserError: a row, the tokenizer or a chat template that the run would stop at.
-    """
-    # with torch and transformers, which the arithmetic needs none of
-    from megagrpo.rollout.prompts import load_prompts
-    from megagrpo.rollout.tokenisation import load_tokenizer
-
-    context = (read_hf_config(config.model.path) or {}).get("max_position_embeddings")
-    lines: list[str] = []
-    load_prompts(config, load_tokenizer(config), context if isinstance(context, int) else None, lines.append)
-    return "\n".join(["Prompts", "-------", *lines])
+    parts = [format_dry_run(config, world_size), format_inputs(config)]
+    if shows_config:
+        parts.append(f"Configuration\n-------------\n{dump_config(config).rstrip()}")
+    Console(soft_wrap=True).print("\n\n".join(parts), markup=False)
 
 
 def describe_ranks(config: Config, world_size: int) -> str:
@@ -107,17 +97,78 @@ def describe_ranks(config: Config, world_size: int) -> str:
 
 
 def format_dry_run(config: Config, world_size: int) -> str:
-    """Return the whole text of a dry run."""
+    """Return what is known from the configuration alone: ranks, batch arithmetic, memory of the model, and
+    what differs from the defaults.
+    """
     layout = build_layout(config.parallel, world_size)
     parts = [
-        ("Configuration", dump_config(config).rstrip()),
         (
             f"Ranks: {world_size} = {layout.describe()}",
             f"{layout.grid()}\n(stages separated by |, tp ranks side by side)",
         ),
         ("One step", "\n".join(_batch_lines(config, compute_batch_arithmetic(config, layout), layout.dp))),
+        ("Model", "\n".join(_model_lines(config, layout))),
+        ("Differs from the defaults", "\n".join(differences(config))),
     ]
-    return "\n\n".join(f"{title}\n{'-' * len(title)}\n{body}" for title, body in parts)
+    return "\n\n".join(f"{title}\n{'-' * len(title)}\n{body}" for title, body in parts if body)
+
+
+def differences(config: BaseModel, prefix: str = "") -> list[str]:
+    """Return `PLACE: VALUE (default DEFAULT)` of each field whose value is not its default."""
+    lines = []
+    for name, field in type(config).model_fields.items():
+        value, place = getattr(config, name), f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            lines += differences(value, f"{place}.")
+        elif field.is_required():
+            lines.append(f"{place}: {_show(value)}")
+        elif value != (default := field.get_default(call_default_factory=True)):
+            lines.append(f"{place}: {_show(value)} (default {_show(default)})")
+    return lines
+
+
+def _show(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_show, value)) or "none"
+    if isinstance(value, BaseModel):
+        return str(getattr(value, "name", value))
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value != 1 else "1"
+
+
+def _model_lines(config: Config, layout: ParallelLayout) -> list[str]:
+    """Parameters, and what a rank holds of them: the distributed optimizer shares its state over dp."""
+    hf = read_hf_config(hf_folder_of(config.model.path)) or {}
+    size = count_parameters(hf)
+    if not size:
+        return []
+    own = size / (layout.tp * layout.pp)
+    is_float32 = config.precision.recipe == "fp32"
+    weights, states = (4, 8) if is_float32 else (2, 12)  # bf16: float32 main weights beside Adam's two
+    terms = {
+        "weights": own * weights,
+        "gradients (float32)": own * 4,
+        f"optimizer (over dp {layout.dp})": own * states / layout.dp,
+    }
+    if config.algorithm.kl.coef > 0:
+        terms["reference"] = own * weights
+    parts = " + ".join(f"{name} {format_bytes(value)}" for name, value in terms.items())
+    return [
+        f"parameters        about {_count(size)}, {_count(own)} on a rank",
+        f"a rank holds      {parts} = {format_bytes(sum(terms.values()))}",
+        "beside that       activations of a micro-batch, and the rollout engine's weights and cache",
+    ]
+
+
+def format_bytes(size: float) -> str:
+    """Return a size in GiB, below a tenth of one in MiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _count(number: float) -> str:
+    unit, letter = next(
+        ((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if number >= unit), (1, "")
+    )
+    return f"{number / unit:.3g}{letter}"
 
 
 def _batch_lines(config: Config, batch: BatchArithmetic, dp: int) -> list[str]:

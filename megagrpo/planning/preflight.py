@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 def prepare_run(
-    config_file: str | Path, overrides: Sequence[str], num_ranks: int | None, ranks_on_host: int | None = None
+    config_file: str | Path,
+    overrides: Sequence[str],
+    num_ranks: int | None,
+    ranks_on_host: int | None = None,
+    is_elsewhere: bool = False,
 ) -> tuple["Config", int]:
     """Read and check a run, and make the settings that must be made before torch is imported.
 
@@ -20,6 +24,8 @@ def prepare_run(
         overrides: `section.field=value`.
         num_ranks: ranks of the run; None: one replica, tp * pp * cp.
         ranks_on_host: ranks that share this host's cores; None: this is no rank, it will launch them all.
+        is_elsewhere: the run is planned for machines with GPUs, Transformer Engine and engines, which this
+            one need not have.
 
     Returns:
         (configuration, ranks).
@@ -27,6 +33,7 @@ def prepare_run(
     Raises:
         ConfigError: all mistakes that can be known before a model is built, one line each.
     """
+    from megagrpo.config.hardware import ELSEWHERE
     from megagrpo.config.load import load_config
     from megagrpo.planning.checks import verify_config
     from megagrpo.planning.data_checks import verify_data
@@ -34,7 +41,7 @@ def prepare_run(
     config = load_config(config_file, list(overrides))
     parallel = config.parallel
     num_ranks = num_ranks or parallel.tp * parallel.pp * parallel.cp
-    verify_config(config, num_ranks)
+    verify_config(config, num_ranks, ELSEWHERE if is_elsewhere else None)
     verify_data(config)
     from megagrpo.device.launch import set_deterministic_environment, set_thread_environment
 
@@ -44,7 +51,7 @@ def prepare_run(
     # the first import of torch
     from megagrpo.planning.components import verify_components, verify_own_rewards
 
-    verify_components(config)
+    verify_components(config, is_elsewhere)
     if ranks_on_host is None:  # before a launch; ranks start their own workers anyway
         verify_own_rewards(config)
     return config, num_ranks

@@ -14,7 +14,14 @@ from megagrpo.config.yaml_core import parse_yaml
 from megagrpo.errors import ConfigError, UserError
 from megagrpo.parallel.layout import ParallelLayout
 from megagrpo.planning.components import verify_components
-from megagrpo.planning.dry_run import compute_batch_arithmetic, format_dry_run, format_prompts
+from megagrpo.planning.dry_run import (
+    compute_batch_arithmetic,
+    differences,
+    format_dry_run,
+    print_dry_run,
+)
+from megagrpo.planning.inputs import format_inputs
+from megagrpo.planning.preflight import prepare_run
 from megagrpo.policy.microbatches import PackingRules, SampleSize, plan_microbatches
 from megagrpo.train import main, parse_arguments
 
@@ -100,11 +107,72 @@ def test_no_plan_has_more_micro_batches_than_the_bound(run_file, data):
     assert max(map(len, plans)) <= compute_batch_arithmetic(config, layout).max_microbatches_per_rank
 
 
-def test_the_text_holds_the_resolved_config_the_grid_and_the_arithmetic(run_file):
+def test_the_resolved_configuration_comes_last_where_it_is_asked_for(run_file, capsys):
+    config = load_config(run_file, OVERRIDES)
+    print_dry_run(config, 1)
+    assert "Configuration" not in capsys.readouterr().out
+    print_dry_run(config, 1, shows_config=True)
+    resolved = capsys.readouterr().out.partition("Configuration\n-------------\n")[2]
+    assert parse_yaml(resolved, "dry run")["rollout"]["prompts_per_step"] == 12
+
+
+def test_what_differs_from_the_defaults_is_named_with_the_default(run_file):
+    config = load_config(run_file, ["optimizer.lr=3e-5", "algorithm.preset=dapo", "rollout.top_p=1.0"])
+    lines = differences(config)
+    assert "optimizer.lr: 3e-05 (default 1e-06)" in lines
+    assert "algorithm.clip_high: 0.28 (default 0.2)" in lines  # of the preset
+    assert "model.path: model" in lines and "rewards.functions: exact_match" in lines
+    assert not [line for line in lines if line.startswith("rollout.top_p")]
+
+
+def test_the_memory_of_the_model_is_counted_term_by_term(run_file):
+    # 8.19e9 parameters as bf16 on tp 2 x dp 4: 2, 4 and 12 / 4 bytes each for 4.1e9 of them
+    hf = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "vocab_size": 151936}
+    hf |= {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "model_type": "qwen3"}
+    (run_file.parent / "model" / "config.json").write_text(json.dumps(hf))
+    text = format_dry_run(load_config(run_file, ["parallel.tp=2", "precision.recipe=bf16"]), 8)
+    assert "about 8.19B, 4.1B on a rank" in text
+    assert "weights 7.63 GiB + gradients (float32) 15.26 GiB + optimizer (over dp 4) 11.44 GiB" in text
+
+
+def test_inputs_are_opened_as_the_run_would(run_file, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step_000004" / "manifest.json").write_text("{}")
+    text = format_inputs(load_config(run_file, ["run.dir=run", "rollout.prompts_per_step=8", "run.steps=6"]))
+    assert "last of them: " in text and "an epoch is 32 prompts / 8 a step = 4 steps" in text
+    assert "the run draws 6 * 8 = 48 prompts = 1.5 epochs" in text
+    assert "data.source: 0 (exact_match 0)" in text
+    assert "run: the run goes on from step_000004" in text
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("    raise KeyError('gold')", "KeyError"),
+        ("    return ['1'] * len(completions)", "'1'"),
+        ("    return 1.0", "1.0"),
+        ("    return [1.0, 2.0]", "2"),
+    ],
+)
+def test_a_reward_that_the_run_would_stop_at_is_refused(run_file, tmp_path, body, told):
+    (tmp_path / "own.py").write_text(f"def score(prompts, completions):\n{body}\n")
+    with pytest.raises(UserError, match=r"own\.py:score") as refused:
+        format_inputs(load_config(run_file, ["rewards.functions=[{name: 'own.py:score'}]"]))
+    assert told in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_run_for_gpus_that_are_elsewhere_is_judged_for_them(run_file, monkeypatch):
+    monkeypatch.setattr("megagrpo.device.launch.set_thread_environment", lambda ranks: None)
+    overrides = ["precision.recipe=fp8_delayed", "engine.name=sglang", "engine.server.replicas=4"]
+    with pytest.raises(ConfigError, match="an NVIDIA GPU"):
+        prepare_run(run_file, overrides, 8)
+    config, ranks = prepare_run(run_file, [*overrides[:1], "parallel.tp=2"], 8, is_elsewhere=True)
+    assert (config.precision.recipe, ranks) == ("fp8_delayed", 8)
+
+
+def test_the_text_holds_the_grid_and_the_arithmetic(run_file):
     config = load_config(run_file, [*OVERRIDES, "parallel.tp=2"])
     text = format_dry_run(config, 4)
-    resolved = text.split("\n\n")[0].split("\n", 2)[2]
-    assert parse_yaml(resolved, "dry run")["rollout"]["prompts_per_step"] == 12
     assert "Ranks: 4 = tp 2, dp 2" in text
     assert "replica 0: 0 1\nreplica 1: 2 3" in text
     for line in (
@@ -149,7 +217,7 @@ def test_dry_run_builds_no_model_and_no_process_group(run_file):
 
 def test_a_dry_run_finds_a_row_that_the_run_would_stop_at(run_file):
     with pytest.raises(UserError, match=r"train\.jsonl, row 0: 1 prompt tokens \+ 2000 .* context is 1024"):
-        format_prompts(load_config(run_file, ["rollout.max_new_tokens=2000"]))
+        format_inputs(load_config(run_file, ["rollout.max_new_tokens=2000"]))
 
 
 def test_a_loss_without_a_ratio_does_not_correct_for_older_weights(run_file):
