@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megagrpo.models.packed import PackedTrees, Run
 from megagrpo.parallel.token_shard import all_gather_tokens
@@ -29,6 +30,11 @@ class PackedTreeAttention(MegatronModule):
         super().__init__(config=config)
         self.cp_group = pg_collection.cp if pg_collection else None
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        # Megatron counts the tokens before a row's own
+        is_windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window = config.window_size[0] + 1 if is_windowed else None
 
     def forward(
         self,
@@ -56,7 +62,9 @@ class PackedTreeAttention(MegatronModule):
         keys_values = all_gather_tokens(torch.cat([key, value], dim=-1).squeeze(1), self.cp_group)
         key, value = keys_values.split([key.shape[-1], value.shape[-1]], dim=-1)
         pieces = [
-            self._attend(query[batch.rows], key[batch.keys], value[batch.keys], batch.mask)[batch.valid]
+            self._attend(
+                query[batch.rows], key[batch.keys], value[batch.keys], batch.mask_within(self.window)
+            )[batch.valid]
             for batch in packed_seq_params.dense_batches
         ]
         pieces += [self._attend_run(query, key, value, run) for run in packed_seq_params.runs]
@@ -67,15 +75,8 @@ class PackedTreeAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run
     ) -> torch.Tensor:
         keys, values = (torch.cat([part[run.prompt], part[run.branch]]) for part in (key, value))
-        rows = query[run.rows]
-        # columns before the first row's own
-        visible = len(keys) - (run.branch.stop - run.branch.start) + run.first
-        mask = (
-            None
-            if run.is_causal
-            else torch.ones(len(rows), len(keys), dtype=torch.bool, device=query.device).tril(visible)
-        )
-        return self._attend(rows[None], keys[None], values[None], mask)[0]
+        mask = run.mask_within(self.window, query.device)
+        return self._attend(query[run.rows][None], keys[None], values[None], mask)[0]
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None

@@ -27,7 +27,7 @@ class HFConfig:
     rope_theta: float
     rope_type: str
     rope_parameters: dict[str, Any]
-    raw: dict[str, Any]
+    raw: dict[str, Any]  # the file's fields, with the family's `defaults` for those that it lacks
     num_experts: int | None = None  # of each layer; None: a dense model
 
 
@@ -39,6 +39,8 @@ class ModelFamily(ABC):
     defaults: dict[str, Any] = {}  # noqa: RUF012 (a constant table of the class)
     # fields of config.json that this family reads beside the shared ones
     read_fields: frozenset[str] = frozenset()
+    # fields that a tiny config.json of this family needs beside the shared ones
+    example_fields: dict[str, Any] = {}  # noqa: RUF012 (a constant table of the class)
 
     @abstractmethod
     def transformer_config_fields(self, hf: HFConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megagrpo.config.expert_fields import count_experts
 from megagrpo.errors import UserError
 from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily
 from megagrpo.models.rope_fields import read_rope, rope_problems
@@ -92,7 +93,7 @@ def read_hf_config(folder: str | Path) -> HFConfig:
     if problems:
         raise UserError("\n".join(f"{Path(folder) / 'config.json'}: {problem}" for problem in problems))
     values = family.defaults | raw
-    rope, heads = read_rope(raw), values["num_attention_heads"]
+    rope, heads = read_rope(values), values["num_attention_heads"]
     return HFConfig(
         model_type=model_type,
         vocab_size=values["vocab_size"],
@@ -108,16 +109,9 @@ def read_hf_config(folder: str | Path) -> HFConfig:
         rope_theta=float(rope["rope_theta"]),
         rope_type=rope["rope_type"],
         rope_parameters=rope,
-        raw=raw,
-        num_experts=count_experts(raw),
+        raw=values,
+        num_experts=count_experts(values),
     )
-
-
-def count_experts(raw: dict[str, Any]) -> int | None:
-    """Return the experts of each layer: transformers 5 writes `num_local_experts`, older versions
-    `num_experts`.
-    """
-    return raw.get("num_local_experts", raw.get("num_experts"))
 
 
 def _missing_fields(raw: dict[str, Any]) -> list[str]:

@@ -80,6 +80,17 @@ class DenseBatch:
     keys: torch.Tensor  # int64 [n, S]: packed position of each key; padding points at the tree's first token
     mask: torch.Tensor  # bool [n, 1, Q, S]
     valid: torch.Tensor  # bool [n, Q]
+    row_positions: torch.Tensor  # int64 [n, Q]: position ids of the queries
+    key_positions: torch.Tensor  # int64 [n, S]
+
+    def mask_within(self, window: int | None) -> torch.Tensor:
+        """Return the mask, bool [n, 1, Q, S], of attention that sees `window` tokens, a row's own among them;
+        None: all.
+        """
+        if window is None:
+            return self.mask
+        distances = self.row_positions[:, None, :, None] - self.key_positions[:, None, None, :]
+        return self.mask & (distances < window)
 
 
 @dataclass(frozen=True)
@@ -91,10 +102,15 @@ class Run:
     branch: slice  # packed positions of the branch up to the last of them
     first: int  # index of the first of them in the branch
 
-    @property
-    def is_causal(self) -> bool:
-        """Say whether the mask is the plain triangle."""
-        return self.first == 0 and self.prompt.start == self.prompt.stop
+    def mask_within(self, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """Return the mask, bool [rows, prompt + branch], as `DenseBatch` does; None: the plain triangle."""
+        prompt, branch = self.prompt.stop - self.prompt.start, self.branch.stop - self.branch.start
+        own = prompt + self.first  # column of the first row's own token
+        if own == 0 and (window is None or branch <= window):
+            return None
+        mask = torch.ones(self.rows.stop - self.rows.start, prompt + branch, dtype=torch.bool, device=device)
+        mask = mask.tril(own)
+        return mask if window is None else mask.triu(own - window + 1)
 
 
 @dataclass
@@ -153,6 +169,7 @@ class PackedTrees(RoutedPackedSeqParams):
         keys = torch.empty(len(entries), num_keys, dtype=torch.int64)
         mask = torch.zeros(len(entries), 1, num_rows, num_keys, dtype=torch.bool)
         valid = torch.zeros(len(entries), num_rows, dtype=torch.bool)
+        row_positions, key_positions = torch.zeros_like(rows), torch.zeros_like(keys)
         for number, ((tokens, start, tree), own) in enumerate(zip(entries, held, strict=True)):
             rows[number, : len(own)] = local[start + own]
             keys[number] = start
@@ -160,7 +177,10 @@ class PackedTrees(RoutedPackedSeqParams):
             mask[number, 0, : len(own), :tokens] = tree.mask()[own]
             mask[number, 0, len(own) :, 0] = True  # a padded row attends something: no empty soft-max
             valid[number, : len(own)] = True
-        return DenseBatch(*(tensor.to(self.device) for tensor in (rows, keys, mask, valid)))
+            key_positions[number, :tokens] = tree.positions()
+            row_positions[number, : len(own)] = tree.positions()[own]
+        tensors = (rows, keys, mask, valid, row_positions, key_positions)
+        return DenseBatch(*(tensor.to(self.device) for tensor in tensors))
 
     @cached_property
     def runs(self) -> list[Run]:

@@ -63,6 +63,7 @@ class ParameterRule:
         stacked: the HF tensor [experts, rows of all in the order of `hf`, columns] that some folders hold
             instead; empty: none do.
         is_tied_copy: the same tensor as that of another rule, on another stage: it is read, never sent.
+        layers: global indices of the layers that have it; None: all of them.
     """
 
     megatron: str
@@ -76,6 +77,7 @@ class ParameterRule:
     num_experts: int = 0
     stacked: str = ""
     is_tied_copy: bool = False
+    layers: range | None = None
 
     def __post_init__(self) -> None:
         assert len(self.hf) == len(self.shapes), f"{self.megatron}: {self.hf} have shapes {self.shapes}"
@@ -101,9 +103,13 @@ class ParameterRule:
         index = "{expert}" if expert is None else expert
         return tuple(name.format(layer=layer, expert=index) for name in self.hf)
 
+    def layers_of(self, num_layers: int) -> range:
+        """Return the layers, of a model of `num_layers`, that have this parameter."""
+        return range(num_layers) if self.layers is None else self.layers
+
     def places(self, num_layers: int) -> Iterator[tuple[int | None, int | None]]:
         """Yield (layer, expert) of every parameter of this rule; None where there is no such index."""
-        for layer in range(num_layers) if self.section == "layer" else [None]:
+        for layer in self.layers_of(num_layers) if self.section == "layer" else [None]:
             for expert in range(self.num_experts) if self.is_expert else [None]:
                 yield layer, expert
 

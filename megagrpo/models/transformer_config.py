@@ -8,6 +8,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megagrpo.device.device import has_cuda
 from megagrpo.device.megatron_fixes import check_pipeline_flags
+from megagrpo.errors import UserError
 from megagrpo.models.family import FAMILIES, HFConfig
 from megagrpo.models.precision import Precision
 from megagrpo.parallel.groups import ParallelGroups
@@ -44,6 +45,9 @@ def build_transformer_config(
     Args:
         use_te: the layers will be Transformer Engine's; see `fused_kernel_fields`.
         overrides: fields of TransformerConfig that take the place of what follows from the rest.
+
+    Raises:
+        UserError: Transformer Engine can't compute this model in this layout.
     """
     fields: dict[str, Any] = {
         "num_layers": hf.num_layers,
@@ -79,6 +83,11 @@ def build_transformer_config(
         **precision.transformer_config_fields(),
         **FAMILIES.get(hf.model_type).transformer_config_fields(hf),
     }
+    if use_te and fields.get("window_size") and groups.cp.size() > 1:
+        raise UserError(
+            f"parallel.cp: {groups.cp.size()}: Transformer Engine's ring attention knows no sliding window; "
+            "use cp 1, or model.attention: local"
+        )
     if recompute == "full":
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from megagrpo.config.expert_fields import count_experts
 from megagrpo.config.training_sections import ParallelConfig
 from megagrpo.parallel.stages import check_pipeline_layout, check_split, expand_pipeline_layout, split_layers
 
@@ -159,12 +160,11 @@ class ParallelLayout:
         return problems + self._validate_model(hf_config or {})
 
     def _validate_model(self, hf_config: Mapping[str, Any]) -> list[str]:
-        experts = hf_config.get("num_local_experts", hf_config.get("num_experts"))
-        ffn, ffn_tp, ffn_axis = (
-            (hf_config.get("intermediate_size"), self.tp, "tp")
-            if experts is None
-            else (hf_config.get("moe_intermediate_size"), self.expert_tp, "tp" if self.etp is None else "etp")
-        )
+        experts, ffn = count_experts(hf_config), hf_config.get("intermediate_size")
+        ffn_tp, ffn_axis = self.tp, "tp"
+        if experts is not None:
+            ffn = hf_config.get("moe_intermediate_size", ffn)
+            ffn_tp, ffn_axis = self.expert_tp, "tp" if self.etp is None else "etp"
         dividends = [
             (hf_config.get("num_attention_heads"), "attention heads", self.tp, f"tp {self.tp}"),
             (hf_config.get("num_key_value_heads"), "key-value heads", self.tp, f"tp {self.tp}"),

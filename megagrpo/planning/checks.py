@@ -5,6 +5,7 @@ model is built. Imports no torch: mistakes are told before it is loaded.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megagrpo.config.expert_fields import count_experts
 from megagrpo.config.hardware import Hardware, detect_hardware
 from megagrpo.config.messages import field_places
 from megagrpo.config.schema import Config
@@ -67,7 +68,7 @@ def _check_layout(config: Config, world_size: int, hf_config: Mapping[str, Any] 
         )
         yield from (f"parallel: {problem}" for problem in problems[:-1])
         yield f"parallel: {problems[-1]}{works}"
-    has_experts = any(name in (hf_config or {}) for name in ("num_local_experts", "num_experts"))
+    has_experts = count_experts(hf_config or {}) is not None
     if has_experts and config.parallel.tp > 1 and not config.parallel.sp:
         yield (
             "parallel.sp: false: a model with experts needs sp where tp > 1: each tp rank routes its own "

@@ -14,10 +14,11 @@ import torch
 from megagrpo.algorithms.advantages import ADVANTAGES, compute_advantages
 from megagrpo.algorithms.losses import LOSSES, LossInputs, LossOutput
 from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.expert_fields import count_experts
 from megagrpo.engines import ENGINES
 from megagrpo.evaluation.metrics import measure_scores
 from megagrpo.models.families import load_all
-from megagrpo.models.family import FAMILIES, HFConfig
+from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily
 from megagrpo.models.rules import SPLIT_DIMENSION
 from megagrpo.rewards.build import build_scorer
 from megagrpo.rewards.messages import RewardSpec
@@ -110,33 +111,32 @@ def try_estimator(place: str) -> Iterator[str]:
         yield "group_baseline is declared, but a group of equal rewards has advantages"
 
 
+def example_config(name: str, family: ModelFamily) -> HFConfig:
+    """Return a tiny model of a family, for which its rules are listed."""
+    sizes = {"num_attention_heads": 4, "head_dim": 4, "vocab_size": 64, "hidden_size": 16}
+    raw = {"intermediate_size": 32, **sizes, **family.defaults, **family.example_fields}
+    return HFConfig(
+        model_type=name,
+        ffn_hidden_size=32,
+        num_layers=2,
+        num_query_groups=2,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        max_position_embeddings=128,
+        rope_theta=1e4,
+        rope_type="default",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        raw=raw,
+        num_experts=count_experts(raw),
+        **sizes,
+    )
+
+
 def try_family(place: str) -> Iterator[str]:
     """Rules of known kinds, each parameter and HF tensor once, every layer's with {layer}."""
     load_all()
     family = FAMILIES.find(place)
-    sizes: dict[str, int] = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "ffn_hidden_size": 32,
-        "num_layers": 2,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "head_dim": 4,
-        "max_position_embeddings": 128,
-    }
-    raw = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "num_experts": 4, "norm_topk_prob": True}
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    hf = HFConfig(
-        model_type=place,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        rope_theta=1e4,
-        rope_type="default",
-        rope_parameters=rope,
-        raw=raw,
-        num_experts=4,
-        **sizes,
-    )
+    hf = example_config(place, family)
     if not isinstance(family.transformer_config_fields(hf), Mapping):
         yield "transformer_config_fields() must return a dict"
     rules = family.parameter_rules(hf)

@@ -3,7 +3,15 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SHAPE = {
     "vocab_size": 259,  # odd: padded on every rank count, so padded columns would show in the soft-max
@@ -36,7 +44,22 @@ CONFIGS = {
     "qwen3_moe_tied_unnormalised": Qwen3MoeConfig(
         **{**SHAPE, "tie_word_embeddings": True}, **EXPERTS, num_experts_per_tok=3
     ),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None),
+    "mistral_window": MistralConfig(**SHAPE, sliding_window=24, head_dim=16),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, sliding_window=40),
 }
+# those that run in every layout; the others in those of one and of two ranks
+FIRST = ("llama", "llama_tied_llama3_rope", "llama_linear_rope", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied")
+FIRST += ("qwen3_moe", "qwen3_moe_tied_unnormalised")
+
+
+def models_of(ranks: int) -> list[str]:
+    """The models that a launch on `ranks` ranks compares."""
+    return [name for name in sorted(CONFIGS) if ranks < 4 or name in FIRST]
+
+
+def has_experts(name: str) -> bool:
+    return bool(getattr(CONFIGS[name], "num_local_experts", 0))
 
 
 def write_models(root: Path) -> None:

@@ -1,7 +1,7 @@
 """Megatron models against transformers, in every family and layout that 1, 2 and 4 ranks allow."""
 
 import pytest
-from family_models import CONFIGS
+from family_models import has_experts, models_of
 from torchrun_launch import check_case
 
 LAYOUTS = {
@@ -16,15 +16,13 @@ def cases_of(ranks: int) -> list[str]:
     return [
         f"{layout}:{name}"
         for layout in LAYOUTS[ranks].split()
-        for name in CONFIGS
-        if "ep" not in layout.replace("pp", "") + layout.replace("etp", "ep") or "moe" in name
+        for name in models_of(ranks)
+        if "ep" not in layout.replace("pp", "") + layout.replace("etp", "ep") or has_experts(name)
     ]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in LAYOUTS for case in cases_of(ranks)])
 def test_megatron_equals_transformers_and_exports_what_it_imported(family_folders, ranks, case):
-    layouts = LAYOUTS[ranks].split()
-    check_case(
-        case, cases_of(ranks), ranks, "hf_parity_worker.py", family_folders, *layouts, timeout_seconds=280
-    )
+    arguments = (family_folders, ",".join(models_of(ranks)), *LAYOUTS[ranks].split())
+    check_case(case, cases_of(ranks), ranks, "hf_parity_worker.py", *arguments, timeout_seconds=280)

@@ -131,7 +131,12 @@ def build_sources(
         if not rule.is_tied_copy:
             sections[rule.section].append(rule)
     places: list[tuple[ParameterRule, int | None, int]] = [(rule, None, 0) for rule in sections["embedding"]]
-    places += [(rule, n, stage) for n, stage in enumerate(stage_of) for rule in sections["layer"]]
+    places += [
+        (rule, n, stage)
+        for n, stage in enumerate(stage_of)
+        for rule in sections["layer"]
+        if n in rule.layers_of(hf.num_layers)
+    ]
     places += [(rule, None, layout.pp - 1) for rule in sections["head"]]
     return [source for place in places for source in _of_rule(*place, padded_vocab_size)]
 

@@ -1,10 +1,11 @@
 """Worker: every family's Megatron model equals transformers' on the log-probs of packed trees, and exports
 what it imported.
 
-Arguments: folder with one HF model per sub-folder, then layouts such as tp2pp2sp. Runs all models in all
-    layouts in one launch.
+Arguments: folder with one HF model per sub-folder, the models' names, then layouts such as tp2pp2sp. Runs all
+models in all layouts in one launch.
 """
 
+import functools
 import os
 import re
 import sys
@@ -37,7 +38,8 @@ TEMPERATURE = 0.7
 TOLERANCE = 2e-6  # float32 log-probs over a small vocabulary: rounding of differently blocked GEMMs
 
 
-def make_samples(vocab_size: int) -> list[TrainSample]:
+@functools.cache
+def make_samples(vocab_size: int) -> tuple[TrainSample, ...]:
     """Ragged groups: shared prompts, a completion of one token, a long tree beyond the dense-attention
     limit.
     """
@@ -50,15 +52,16 @@ def make_samples(vocab_size: int) -> list[TrainSample]:
         for index, length in enumerate(lengths):
             tokens = random.integers(0, vocab_size, length)
             samples.append(TrainSample((group, index), prompt_ids, tokens, np.zeros(length, np.float32)))
-    return samples
+    return tuple(samples)
 
 
-def dense_logprobs(folder: Path, samples: list[TrainSample]) -> dict[tuple[int, int], torch.Tensor]:
+@functools.cache
+def dense_logprobs(folder: Path, vocab_size: int) -> dict[tuple[int, int], torch.Tensor]:
     """The same log-probs from transformers, one padded-free sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     result = {}
     with torch.no_grad():
-        for sample in samples:
+        for sample in make_samples(vocab_size):
             ids = torch.tensor([[*sample.prompt_ids, *sample.token_ids.tolist()]])
             logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].double() / TEMPERATURE
             result[sample.key] = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[
@@ -80,7 +83,7 @@ def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGrou
     config = build_transformer_config(hf, groups, build_precision("fp32"), sp, moe_dispatcher=dispatcher)
     model = load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False)
     samples = make_samples(hf.vocab_size)
-    expected = dense_logprobs(folder, samples)
+    expected = dense_logprobs(folder, hf.vocab_size)
     for packing, share in ((True, True), (True, False), (False, False)):
         sizes = [SampleSize(s.key[0], len(s.prompt_ids), len(s.token_ids)) for s in samples]
         rules = PackingRules(420, alignment, packing=packing, share_prompts=share)
@@ -119,11 +122,11 @@ def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGrou
 
 
 def main() -> None:
-    models, *layouts = sys.argv[1:]
+    models, names, *layouts = sys.argv[1:]
     for layout in layouts:
         sizes = {name: int(size) for name, size in re.findall(r"(etp|ep|tp|cp|pp)(\d+)", layout)}
         groups = build_groups(ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes), timeout_seconds=120)
-        for folder in sorted(Path(models).iterdir()):
+        for folder in (Path(models) / name for name in names.split(",")):
             if has_experts(folder) or not {"ep", "etp"} & sizes.keys():
                 with reported_case(f"{layout}:{folder.name}"):
                     check(folder, layout, sizes, groups)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from megagrpo.models import families
-from megagrpo.models.family import FAMILIES, HFConfig
+from megagrpo.models.family import FAMILIES, checkpoint_tensors
 from megagrpo.models.rules import Dimensions, ParameterRule, RuleTable, merge, split
+from megagrpo.planning.contract_suites import example_config
 
 DIMS = Dimensions(num_attention_heads=8, num_query_groups=4, head_dim=2, vocab_size=10, padded_vocab_size=16)
-RAW = {"moe_intermediate_size": 4}
 families.load_all()
 
 
@@ -65,6 +65,6 @@ def test_rule_table_finds_the_layer_and_refuses_unknown_names():
 
 @pytest.mark.parametrize("name", FAMILIES.names())
 def test_no_two_rules_of_a_family_share_an_hf_tensor_except_a_tied_head(name):
-    hf = HFConfig(name, 32, 8, 16, 2, 4, 2, 2, 1e-6, False, 64, 1e4, "default", {}, RAW, 8)
-    tensors = [tensor for rule in FAMILIES.get(name).parameter_rules(hf) for tensor in rule.hf_names(0)]
+    hf = example_config(name, FAMILIES.get(name))
+    tensors = [tensor.name for tensor in checkpoint_tensors(hf)]
     assert len(tensors) == len(set(tensors))
