@@ -29,6 +29,7 @@ setup(
         "transformers>=5.16,<5.20",
         "math-verify==0.9.0",  # reward `math`; exactly: another version judges answers differently
         "httpx2>=2",  # the HTTP client of transformers' own hub client
+        "regex",  # Unicode scripts, reward `language`
         "psutil>=5.9",  # megatron-core's checkpoint writer needs it and does not say so
         "safetensors>=0.5",
         "numpy>=1.26",

@@ -5,7 +5,8 @@
     python tools/audit_reward.py my_reward.py:reward --cases mine.jsonl --json audit.json
 
 A case is a line of JSON: `text`, `want` (the right score), `columns` (of the prompt), and optionally `kind`
-(correct, incorrect, malformed, adversarial), `options` (of the reward, for this case) and `finish_reason`. A
+(correct, incorrect, malformed, adversarial), `options` (of the reward, for this case), `finish_reason` and
+`tokens`. A
 score above `want` is a false accept, one below it a false reject; a completion without a score (a time-out,
 an error) counts as `failed` and has the value 0. The exit status is 1 where there is any false accept.
 """
@@ -42,6 +43,7 @@ class Case:
     kind: str = "correct"
     options: dict[str, Any] = field(default_factory=dict)
     finish_reason: str = "stop"
+    tokens: int = 1  # length of the completion
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,13 @@ def score_cases(
             for case in group:
                 prompt = Prompt(0, "", (), case.columns)
                 completion = Completion.sampled(
-                    0, 0, np.zeros(1), np.zeros(1), case.finish_reason, ((0, 0),), case.text
+                    0,
+                    0,
+                    np.zeros(case.tokens),
+                    np.zeros(case.tokens),
+                    case.finish_reason,
+                    ((0, 0),),
+                    case.text,
                 )
                 started = time.perf_counter()
                 (reward,) = pool.score([prompt], [completion])

@@ -12,7 +12,7 @@ from megagrpo.rewards.messages import RewardSpec, Score
 from megagrpo.rewards.reward import REWARDS, ScoreFunction, build_registered
 from megagrpo.types import Completion, Prompt
 
-for _module in ("math", "format", "exact_match"):  # each registers its reward
+for _module in ("math", "format", "exact_match", "choice", "code", "style"):  # each registers its reward
     importlib.import_module(f"megagrpo.rewards.{_module}")
 
 

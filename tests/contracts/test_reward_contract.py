@@ -17,9 +17,14 @@ from megagrpo.types import Completion, Prompt
 
 # reward: (columns of the prompt, a text that scores 1.0, a text that scores 0.0), with default options
 CASES = {
+    "choice": ({"answer": "B"}, "The answer is B.", "The answer is C."),
+    "code": ({"tests": [{"output": "7"}]}, "```python\nprint(7)\n```", "```python\nprint(8)\n```"),
     "exact_match": ({"answer": "7"}, "7", "8"),
     "format": ({}, "<think>a</think><answer>7</answer>", "7"),
+    "language": ({}, "seven", "семь"),
+    "length": ({}, "seven", ""),
     "math": ({"answer": "7"}, r"\boxed{7}", r"\boxed{8}"),
+    "repetition": ({}, "one two three four five", "one " * 20),
 }
 HARD_TEXTS = (
     "",
@@ -40,7 +45,10 @@ EACH = pytest.mark.parametrize("name", REWARDS.names())
 
 def score(name: str, text: str, columns: dict) -> float:
     prompt = Prompt(3, "question", (1,), columns)
-    completion = Completion.sampled(3, 0, np.array([1]), np.array([0.0], np.float32), "stop", ((0, 0),), text)
+    tokens = len(text.split())
+    completion = Completion.sampled(
+        3, 0, np.ones(tokens, int), np.zeros(tokens, np.float32), "stop", ((0, 0),), text
+    )
     return build_scorer(RewardSpec(name))([prompt], [completion])[0].value
 
 

@@ -19,7 +19,14 @@ def audit():
     return module
 
 
-@pytest.mark.parametrize(("reward", "least"), [("math", 300), ("format", 40), ("exact_match", 40)])
+@pytest.mark.parametrize(
+    ("reward", "least"),
+    [
+        ("math", 300),
+        ("code", 60),
+        *((name, 40) for name in ("format", "exact_match", "choice", "length", "repetition", "language")),
+    ],
+)
 def test_a_built_in_reward_misjudges_none_of_its_cases(audit, tmp_path, reward, least):
     assert audit.main([reward, "--json", str(tmp_path / "rows.jsonl")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
