@@ -82,11 +82,12 @@ def _read_option(text: str, texts: list[str]) -> str | None:
     if re.fullmatch(r"[A-Za-z]\.?", text):
         return text[0].upper()
     match = _NAMED.match(text)
-    if match is None or _ANOTHER.match(text, match.end()) or not _AFTER.match(text, match.end()):
-        bracketed = match is not None and match[3] is None
-        if not bracketed or _ANOTHER.match(text, match.end()):
-            return None
-    letter = (match[1] or match[2] or match[3]).upper()
+    if match is None or _ANOTHER.match(text, match.end()):
+        return None
+    bracketed = match[1] or match[2]
+    if not bracketed and not _AFTER.match(text, match.end()):
+        return None
+    letter = (bracketed or match[3]).upper()
     others = {found.upper() for found in re.findall(r"\(([A-Za-z])\)", text)} - {letter}
     return None if others else letter
 

@@ -89,7 +89,9 @@ class CodeReward:
 def find_program(text: str) -> str | None:
     """Return the last closed fenced block of Python, inside `<answer>` where that tag is there."""
     tagged = find_tagged(text, "answer")
-    found, block, is_python = None, None, False
+    found: str | None = None
+    block: list[str] | None = None
+    is_python = False
     for line in (text if tagged is None else tagged).split("\n"):
         fence = _FENCE.match(line)
         if fence is None:

@@ -22,8 +22,10 @@ from megagrpo.rewards.sandbox.files import confine_files
 from megagrpo.rewards.sandbox.system_calls import refuse_system_calls
 
 # what an interpreter opens beside its own files: libraries, time zones, character sets
-_SYSTEM_FILES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
-_SYSTEM_FILES += ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero")
+_SYSTEM_FILES = (
+    *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero"),
+)
 CANNOT_CONFINE = 125  # exit status
 
 
