@@ -89,12 +89,15 @@ class Launch:
 
     def _start(self, command: list[str], num_ranks: int, environment: Mapping[str, str]) -> None:
         self._ranks, self._is_complete = [], False
+        # a rank's own Python would answer it with a traceback, until `end_with_launcher` takes it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         for rank in range(num_ranks):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             # a session of its own: the terminal's Ctrl-C comes from here alone, once
             self._ranks.append(
                 subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True)
             )
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._is_complete = True
         pending, self._pending = self._pending, []
         for number in pending:

@@ -29,6 +29,7 @@ def end_with_launcher() -> None:
     for others that will never come no handler of Python's would run.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # as the launcher has started it
     launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
     if LAUNCHER_ENDED is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, LAUNCHER_ENDED)

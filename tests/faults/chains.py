@@ -152,7 +152,7 @@ class ChainRun:
             raise RuntimeError(
                 f"the last launch of {self.chain.name} ended with {ended.codes}:\n{ended.output[-3000:]}"
             )
-        if not refuses:
+        if not refuses and attack is None:  # one that is attacked may end at its start
             self._measure_recovery(ended, started, waiting)
         results = []
         for case in cases:

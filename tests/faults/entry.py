@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import megagrpo.train
+from megagrpo.supervision.signals import end_with_launcher
 
 
 def main() -> int:
+    end_with_launcher()  # as megagrpo.train does, before anything slow is imported
     from megagrpo.device import launch
 
     launch.set_thread_environment(int(os.environ["LOCAL_WORLD_SIZE"]))

@@ -117,6 +117,18 @@ def test_a_signal_while_ranks_start_ends_all_in_one_line(starting, number):
     assert not any(rank.is_running() for rank in ranks)
 
 
+def test_ctrl_c_before_a_rank_has_come_to_its_first_line_is_no_traceback(tmp_path):
+    first_lines = "import os, pathlib, sys, time\npathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n"
+    with launched(tmp_path, f"{first_lines}time.sleep(1.5)\n{STARTING}", tmp_path) as process:
+        wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert said.splitlines() == [
+        "stopped by SIGINT while the ranks were not training: nothing was to be saved"
+    ]
+
+
 def test_a_launcher_that_is_killed_takes_ranks_that_start_with_it(starting):
     launcher, ranks = starting
     launcher.kill()
