@@ -6,6 +6,7 @@ prompts -> rollout -> rewards -> advantages -> update -> publish -> evaluate -> 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 from megagrpo.checkpoint.roll_back import roll_back
 from megagrpo.checkpoint.run_checkpoints import RunCheckpoints
@@ -142,7 +143,8 @@ class Trainer:
         if evaluates:
             self.state.unrecorded = metrics
             with self.timers.phase("evaluate"):
-                metrics = metrics | self.evaluator.run()
+                keep = partial(self.recorder.held_out, self.state.step)
+                metrics = metrics | self.evaluator.run(keep)
             self.timers.take()
             self.state.unrecorded = None
         self.state.row = dict(metrics)

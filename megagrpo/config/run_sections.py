@@ -80,9 +80,11 @@ class TelemetryConfig(Section):
         ("jsonl", "tensorboard"), description="registered metrics writers, or FILE.py:NAME"
     )
     completions_every: NonNegativeInt = Field(
-        10, description="steps between samples in DIR/completions; 0 = none"
+        10, description="steps between samples in DIR/completions, beside the first and the last; 0 = none"
     )
-    completions_count: PositiveInt = Field(8, description="completions written each time")
+    completions_count: PositiveInt = Field(
+        32, description="completions written each time, rounded up to whole groups"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "TelemetryConfig":

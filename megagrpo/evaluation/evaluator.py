@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megagrpo.config.rollout_sections import EvaluationSetConfig, RolloutConfig
-from megagrpo.evaluation.evaluate import evaluate_set
+from megagrpo.evaluation.evaluate import Keep, evaluate_set, keep_nothing
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.types import Prompt
 
@@ -32,9 +32,9 @@ class Evaluator:
         """Say whether the sets are evaluated after `step`."""
         return step == self._num_steps or bool(self._every and step % self._every == 0)
 
-    def run(self) -> dict[str, float]:
-        """Return the metrics of all sets. Collective over all ranks."""
+    def run(self, keep: Keep = keep_nothing) -> dict[str, float]:
+        """Return the metrics of all sets. Collective over all ranks. `keep`: see `evaluate_set`."""
         metrics: dict[str, float] = {}
         for config, prompts in self._sets:
-            metrics |= evaluate_set(self._generator, config, prompts, self._rollout, self._seed)
+            metrics |= evaluate_set(self._generator, config, prompts, self._rollout, self._seed, keep)
         return metrics

@@ -131,6 +131,9 @@ DECLARED = (
         "first reward of a held-out set",
         "rises with reward/mean; if not, the policy fits the training prompts",
     ),
+    Declared(
+        "eval/*/standard_error", "reward", "over prompts", "of the mean; two of them are a 95 % interval"
+    ),
     Declared("eval/*/completion_tokens", "tokens", "mean", "length of its completions"),
     Declared("eval/*/failed_fraction*", "share", "completions of the set", "that could not be scored", "0"),
     Declared("eval/*/*", "1", "completions of the set", "a metric of evaluation.sets.metrics, as pass@k"),

@@ -1,33 +1,66 @@
-"""Samples of what the policy writes: `completions/step_000010.jsonl` in the run folder."""
+"""Samples of what the policy writes, whole groups side by side: `completions/step_000010.jsonl`, and
+`held_out_000010_SET.jsonl` of the evaluations.
+"""
 
 import json
 import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megagrpo.types import Completion, Prompt, Reward
 
+FOLDER = "completions"
+MOST_CHARACTERS = 20_000  # of a text; what is longer keeps its two ends
 
-def write_completions(
-    run_dir: Path, step: int, samples: Sequence[tuple[Prompt, Completion, Reward]], count: int
-) -> Path:
-    """Write `count` of `samples`, evenly spaced over them (so over the step's groups), and return the file's
+Samples = Sequence[tuple[Prompt, Completion, Reward]]
+
+
+def write_completions(run_dir: Path, step: int, samples: Samples, count: int, held_out: str = "") -> Path:
+    """Write whole groups, about `count` completions, evenly spaced over the step's groups; return the file's
     path.
 
-    Each line holds prompt_id, index, prompt, completion, reward, parts, outcome, detail (why there is no
-    score), finish_reason and tokens. A file of the same step (from before a resume) is replaced.
+    Each line holds prompt_id, index, prompt, columns (the row's further ones, the gold answer among them),
+    completion, reward, parts, outcome, detail (why there is no score), finish_reason, tokens and
+    weight_version (of its first token). A file of the same step (from before a resume) is replaced.
+
+    Args:
+        run_dir: of the run.
+        step: whose they are.
+        samples: those of a group one after the other.
+        count: completions, rounded up to whole groups; at least one group.
+        held_out: name of the evaluation set; empty: the step's own completions.
     """
-    folder = run_dir / "completions"
+    folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:06d}.jsonl"
+    name = f"held_out_{step:06d}_{re.sub('[^A-Za-z0-9-]', '-', held_out)}" if held_out else f"step_{step:06d}"
+    path = folder / f"{name}.jsonl"
     temporary = path.with_suffix(".tmp")
+    groups = list(_groups(samples))
+    wanted = -(-count * len(groups) // max(1, len(samples)))
     with temporary.open("w", encoding="utf-8") as file:
-        for position in spread(len(samples), count):
-            file.write(json.dumps(_row(*samples[position]), ensure_ascii=False) + "\n")
+        for position in spread(len(groups), wanted):
+            for sample in groups[position]:
+                file.write(json.dumps(_row(*sample), ensure_ascii=False) + "\n")
     os.replace(temporary, path)
     return path
+
+
+def read_completions(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all files of a run, with `step` and `set` (empty: training) beside what was written.
+    A damaged line is passed over.
+    """
+    for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
+        found = re.fullmatch(r"(?:step|held_out)_(\d+)(?:_(.+))?", path.stem)
+        if found is None:
+            continue
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                yield {"step": int(found[1]), "set": found[2] or "", **json.loads(line)}
+            except (ValueError, TypeError):
+                continue
 
 
 def spread(length: int, count: int) -> list[int]:
@@ -41,19 +74,41 @@ def spread(length: int, count: int) -> list[int]:
     return [index * length // count for index in range(count)]
 
 
+def _groups(samples: Samples) -> Iterator[list[tuple[Prompt, Completion, Reward]]]:
+    """Yield the groups: one ends with its prompt, or where its first completion comes again."""
+    group: list[tuple[Prompt, Completion, Reward]] = []
+    for sample in samples:
+        if group and (sample[0].id != group[0][0].id or sample[1].index == group[0][1].index):
+            yield group
+            group = []
+        group.append(sample)
+    if group:
+        yield group
+
+
 def _row(prompt: Prompt, completion: Completion, reward: Reward) -> dict[str, Any]:
     return {
         "prompt_id": prompt.id,
         "index": completion.index,
-        "prompt": prompt.text,
-        "completion": completion.text,
-        "reward": reward.value if math.isfinite(reward.value) else None,
-        "parts": {
-            name: value if value is not None and math.isfinite(value) else None
-            for name, value in {**reward.parts, **reward.subparts}.items()
-        },
+        "prompt": _bounded(prompt.text),
+        "columns": {name: _bounded(str(value)) for name, value in prompt.columns.items()},
+        "completion": _bounded(completion.text),
+        "reward": _finite(reward.value),
+        "parts": {name: _finite(value) for name, value in {**reward.parts, **reward.subparts}.items()},
         "outcome": reward.outcome,
         "detail": reward.detail,
         "finish_reason": completion.finish_reason,
         "tokens": len(completion.token_ids),
+        "weight_version": completion.weight_versions[0][1] if completion.weight_versions else None,
     }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _bounded(text: str) -> str:
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"

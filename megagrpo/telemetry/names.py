@@ -33,6 +33,7 @@ STEP_SECONDS = "time/step_seconds"  # wall-clock, without evaluation and checkpo
 STEP_CPU_SECONDS = "time/step_cpu_seconds"  # of the same span, summed over all ranks
 PUBLISH = "publish/"  # publish/... are the numbers of a step's publish
 PUBLISH_SECONDS = "time/publish_seconds"  # wall-clock of it, waits for other ranks included
+STANDARD_ERROR = "standard_error"  # below eval/SET: of its mean, over prompts
 EVALUATION = "eval/"  # eval/SET is the metric of a held-out set; eval/SET/... are further numbers about it
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megagrpo.config.run_sections import TelemetryConfig
 from megagrpo.telemetry.activity import Activity
-from megagrpo.telemetry.completions import write_completions
+from megagrpo.telemetry.completions import Samples, write_completions
 from megagrpo.telemetry.display import Display
 from megagrpo.telemetry.earlier_run import METRICS, set_aside_earlier_run
 from megagrpo.telemetry.health import Health, look_at_disk
@@ -16,9 +16,7 @@ from megagrpo.telemetry.progress import Progress, evaluation_of
 from megagrpo.telemetry.summary import build_summary, save_summary
 from megagrpo.telemetry.warnings_file import WARNING, Warnings
 from megagrpo.telemetry.writers import open_writers, read_rows
-from megagrpo.types import Completion, Prompt, Reward
-
-Samples = Sequence[tuple[Prompt, Completion, Reward]]
+from megagrpo.types import Prompt
 
 
 class NullRecorder:
@@ -59,7 +57,10 @@ class NullRecorder:
         """
 
     def completions(self, step: int, samples: Callable[[], Samples]) -> None:
-        """Keep a few of the step's completions, where they are due."""
+        """Keep a few of the step's groups, where they are due: the first step, the last, and between."""
+
+    def held_out(self, step: int, name: str, samples: Callable[[], Samples]) -> None:
+        """Keep a few groups of an evaluation set."""
 
     def finish(
         self,
@@ -186,8 +187,16 @@ class Recorder(NullRecorder):
     def completions(self, step: int, samples: Callable[[], Samples]) -> None:
         """See NullRecorder."""
         every, count = self._config.completions_every, self._config.completions_count
-        if step == self._num_steps or (every and step % every == 0):
+        if step == self._num_steps or (every and (step == 1 or step % every == 0)):
             self._patiently("completions", lambda: write_completions(self._run_dir, step, samples(), count))
+
+    def held_out(self, step: int, name: str, samples: Callable[[], Samples]) -> None:
+        """See NullRecorder."""
+        if self._config.completions_every:
+            count = self._config.completions_count
+            self._patiently(
+                "completions", lambda: write_completions(self._run_dir, step, samples(), count, name)
+            )
 
     def _patiently(self, what: str, write: Callable[[], object]) -> None:
         try:

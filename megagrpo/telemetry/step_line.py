@@ -46,7 +46,7 @@ def _parts(metrics: Mapping[str, float]) -> Iterator[tuple[int, str]]:
         yield 1, f"signal {metrics[names.SIGNAL_GROUPS]:.0f}/{metrics[names.GROUPS]:.0f}"
     if names.LENGTH in metrics:
         yield 2, f"len {_short(metrics[names.LENGTH])}"
-        if metrics.get(names.CUT_FRACTION):
+        if metrics.get(names.CUT_FRACTION, 0.0) >= 0.005:  # below that it would read 0 %
             yield 2, f"cut {metrics[names.CUT_FRACTION]:.0%}"
     yield from _learning(metrics)
     if metrics.get(names.SKIPPED_UPDATES):

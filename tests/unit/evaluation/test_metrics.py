@@ -6,6 +6,7 @@ from statistics import mean
 import pytest
 
 from megagrpo.errors import UserError
+from megagrpo.evaluation.evaluate import standard_error
 from megagrpo.evaluation.metrics import (
     EVALUATION_METRICS,
     compute_pass_at_k,
@@ -55,3 +56,10 @@ def test_a_metric_of_the_users_is_found_and_its_signature_is_checked(tmp_path):
         EVALUATION_METRICS.find(f"{path}:two")
     with pytest.raises(UserError, match=r"own_metric.py:bare: must return numbers by name: AttributeError"):
         measure_scores([f"{path}:bare"], [[1.0]])
+
+
+def test_the_standard_error_of_a_coins_mean_is_that_of_the_textbook():
+    # 3 of 8 right: s^2 = n p (1 - p) / (n - 1), standard error s / sqrt(n)
+    values = [1.0] * 3 + [0.0] * 5
+    assert standard_error(values) == pytest.approx((8 * (3 / 8) * (5 / 8) / 7 / 8) ** 0.5)
+    assert standard_error([1.0]) == 0.0
