@@ -168,7 +168,7 @@ def build_export(config: Config, exporter: WeightExporter, is_first: bool) -> Ca
     """
     if not config.run.export_hf:
         return lambda: None
-    source, target = hf_folder_of(config.model.path), Path(config.run.dir) / "hf"
+    source, target = hf_folder_of(config.model_folder), Path(config.run.dir) / "hf"
     dtype = export_dtype(config.export.dtype, source)
 
     def export() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.checkpoint.identity import check_own_config
-from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
+from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint, write_model_folder
 from megagrpo.config.rollout_sections import EvaluationSetConfig
 from megagrpo.config.schema import Config
 from megagrpo.device.device import set_deterministic
@@ -101,9 +101,12 @@ def build_session(
     set_deterministic(config.run.deterministic)
     precision = build_precision(config.precision.recipe)
     use_te = uses_transformer_engine(config.model.attention, precision.params_dtype)
-    hf_folder = hf_folder_of(config.model.path)
+    if config.model.changed_fields:
+        for line in write_model_folder(config.model, Path(config.model_folder)):
+            note(line)
+    hf_folder = hf_folder_of(config.model_folder)
     hf = read_hf_config(hf_folder)
-    check_own_config(config.model.path, hf)
+    check_own_config(config.model_folder, hf, config.model.changed_fields)
     algorithm = Algorithm(
         config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens
     )
@@ -137,7 +140,7 @@ def build_session(
             use_te=use_te,
             deterministic_mode=config.run.deterministic,
         )
-        return load_stage_model(config.model.path, hf, transformer_config, groups, device, use_te)
+        return load_stage_model(config.model_folder, hf, transformer_config, groups, device, use_te)
 
     building("the actor", None)
     actor = Actor(
@@ -147,8 +150,8 @@ def build_session(
         config.parallel.overlap_param_gather,
         counts,
     )
-    if not is_megatron_checkpoint(config.model.path):
-        check_no_unknown_tensors(actor.model, config.model.path)
+    if not is_megatron_checkpoint(config.model_folder):
+        check_no_unknown_tensors(actor.model, config.model_folder)
     building("the reference" if algorithm.needs_reference else "the update", None)
     reference = Reference(load_model(), counts) if algorithm.needs_reference else None
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

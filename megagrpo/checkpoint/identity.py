@@ -4,7 +4,7 @@ with a run's own.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,14 @@ def describe_model(hf: HFConfig) -> dict[str, Any]:
     return {name: value for name, value in sorted(hf.raw.items()) if name not in _VOLATILE}
 
 
-def check_own_config(folder: str | Path, hf: HFConfig) -> None:
+def check_own_config(folder: str | Path, hf: HFConfig, chosen: Set[str] = frozenset()) -> None:
     """Refuse a run's checkpoint as a model where its config.json is not the one that the weights were saved
     with; other folders pass.
+
+    Args:
+        folder: the model's.
+        hf: its config.json.
+        chosen: fields that the user has set to other values.
 
     Raises:
         UserError: one line for each field that differs, or for a manifest that can't be read.
@@ -43,7 +48,7 @@ def check_own_config(folder: str | Path, hf: HFConfig) -> None:
     problems = [
         f"{hf_folder_of(folder) / 'config.json'}: {name}: {own.get(name, missing)}, the manifest "
         f"of the weights says {saved.get(name, missing)}"
-        for name in sorted(saved.keys() | own.keys())
+        for name in sorted((saved.keys() | own.keys()) - chosen)
         if saved.get(name, missing) != own.get(name, missing)
     ]
     if problems:

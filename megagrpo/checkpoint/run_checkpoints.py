@@ -60,7 +60,7 @@ class RunCheckpoints:
         """
         self.config, self.actor, self.reference, self.parts = config, actor, reference, dict(parts)
         self.settings, self.groups = config.checkpoint, actor.model.groups
-        self.hf_folder = hf_folder_of(config.model.path)
+        self.hf_folder = hf_folder_of(config.model_folder)
         exports = bool(self.settings.hf_every)
         self._export_dtype = export_dtype(config.export.dtype, self.hf_folder) if exports else None
         self._tensors, self._note = tensors, note

@@ -50,6 +50,13 @@ class Config(Section):
     spikes: Annotated[SpikesConfig, FREE] = SpikesConfig()
 
     @property
+    def model_folder(self) -> str:
+        """The model's folder as every part of the run reads it: its own, or one in the run folder where
+        fields of its config.json are changed (`write_model_folder`).
+        """
+        return f"{self.run.dir}/model" if self.model.changed_fields else self.model.path
+
+    @property
     def has_narrowed_logprobs(self) -> bool:
         """Whether the engine's log-probs are over fewer tokens than the actor's."""
         rollout = self.rollout

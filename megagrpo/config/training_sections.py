@@ -1,6 +1,6 @@
 """The sections of what learns: the model, where it lies, and how it is updated."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,9 +24,21 @@ class ModelConfig(Section):
     tokenizer: Annotated[str | None, FREE] = Field(
         None, description="tokenizer folder, where it is not the model's"
     )
+    ignore_fields: tuple[str, ...] = Field(
+        (), description="fields of its config.json that are left out, for the whole run and its exports"
+    )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        description="values in place of those in its config.json, for the whole run and its exports",
+    )
     attention: Annotated[Literal["auto", "local", "te"], FREE] = Field(
         "auto", description="layer spec: te = Transformer Engine (CUDA only), auto = te where it can be used"
     )
+
+    @property
+    def changed_fields(self) -> frozenset[str]:
+        """Fields of its config.json that the run reads otherwise."""
+        return frozenset({*self.ignore_fields, *self.overrides})
 
 
 class ParallelConfig(Section):

@@ -159,6 +159,6 @@ def _unsupported_fields(raw: dict[str, Any], family: ModelFamily) -> list[str]:
         else:
             problems.append(
                 f"{name}: {value!r}: not a field that family {raw.get('model_type')!r} knows; "
-                "it could change the forward pass"
+                f"it could change the forward pass; model.ignore_fields=[{name}] leaves it out"
             )
     return problems

@@ -22,7 +22,7 @@ def verify_config(config: Config, world_size: int, hardware: Hardware | None = N
     Raises:
         ConfigError: all mistakes, one line each.
     """
-    hf_config = read_hf_config(config.model.path)
+    hf_config = read_hf_config(config.model)
     problems = check_config(config, world_size, hf_config, hardware)
     if problems:
         raise ConfigError(problems)

@@ -3,7 +3,6 @@ nothing.
 """
 
 import inspect
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from megagrpo.errors import ConfigError, UserError
 from megagrpo.evaluation.metrics import EVALUATION_METRICS
 from megagrpo.models.families import load_all
 from megagrpo.models.family import FAMILIES
+from megagrpo.planning.file_checks import read_hf_config
 from megagrpo.registry import Registry, suggestion
 from megagrpo.rewards.build import is_custom
 from megagrpo.rewards.pool import RewardPool
@@ -102,17 +102,16 @@ def _check_found(place: str, registry: Registry[Any], name: str) -> Iterator[str
 
 def _check_family(config: Config) -> Iterator[str]:
     """Unknown architectures, and fields of config.json that change the maths and are not supported."""
-    folder = hf_folder_of(config.model.path)
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    raw = read_hf_config(config.model)
+    if raw is None:
         return  # told with the files
     load_all()
-    name = raw.get("model_type") if isinstance(raw, dict) else None
+    name = raw.get("model_type")
     if name in FAMILIES.names():
         return
-    sees = isinstance(raw, dict) and {"vision_config", "vision_start_token_id", "image_token_id"} & set(raw)
+    sees = {"vision_config", "vision_start_token_id", "image_token_id"} & set(raw)
     what = "a model that sees images: they are not supported" if sees else "no architecture of this version"
+    folder = hf_folder_of(config.model.path)
     yield (
         f"model.path: {folder}/config.json: model_type {name!r} is {what}; supported: "
         f"{', '.join(FAMILIES.names())}"

@@ -8,7 +8,6 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from megagrpo.config.load import dump_config
-from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
 from megagrpo.parallel.alignment import token_alignment
 from megagrpo.parallel.layout import ParallelLayout, build_layout
@@ -137,7 +136,7 @@ def _show(value: object) -> str:
 
 def _model_lines(config: Config, layout: ParallelLayout) -> list[str]:
     """Parameters, and what a rank holds of them: the distributed optimizer shares its state over dp."""
-    hf = read_hf_config(hf_folder_of(config.model.path)) or {}
+    hf = read_hf_config(config.model) or {}
     size = count_parameters(hf)
     if not size:
         return []

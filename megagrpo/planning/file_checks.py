@@ -5,8 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint
+from megagrpo.config.model_folder import (
+    change_config,
+    hf_folder_of,
+    is_megatron_checkpoint,
+    problems_of_changes,
+)
 from megagrpo.config.schema import Config
+from megagrpo.config.training_sections import ModelConfig
 from megagrpo.errors import UserError
 from megagrpo.registry import is_code_place
 from megagrpo.rollout.data_sources import find_source, looks_like_hub_name
@@ -14,20 +20,25 @@ from megagrpo.rollout.data_sources import find_source, looks_like_hub_name
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
-def read_hf_config(path: str) -> dict[str, Any] | None:
-    """Return the `config.json` of the model folder at `path`, or None where there is none that can be read
+def read_hf_config(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the model's `config.json` as the run reads it, or None where there is none that can be read
     (`check_files` says why).
     """
+    raw = _read_raw(model.path)
+    return None if raw is None else change_config(raw, model)
+
+
+def _read_raw(path: str) -> dict[str, Any] | None:
     try:
         content = json.loads((hf_folder_of(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 
 
 def check_files(config: Config) -> Iterator[str]:
     """Yield one line for each file that is missing or cannot be what the field says."""
-    yield from _check_model(config.model.path)
+    yield from _check_model(config.model)
     yield from _check_tokenizer(config)
     yield from _check_source("data.source", config.data.source)
     for position, held_out in enumerate(config.evaluation.sets):
@@ -37,8 +48,8 @@ def check_files(config: Config) -> Iterator[str]:
             yield from _check_source(f"rewards.functions.{position}.name", reward.name)
 
 
-def _check_model(path: str) -> Iterator[str]:
-    folder = Path(path)
+def _check_model(model: ModelConfig) -> Iterator[str]:
+    path, folder = model.path, Path(model.path)
     if not folder.is_dir():
         hint = (
             f"; a name of the Hugging Face hub is not read: hf download {path} --local-dir "
@@ -52,10 +63,12 @@ def _check_model(path: str) -> Iterator[str]:
             f"model.path: {path}: no config.json in it; an HF folder has config.json, safetensors and a "
             "tokenizer"
         )
-    elif read_hf_config(path) is None:
+    elif (raw := _read_raw(path)) is None:
         yield f"model.path: {path}/config.json: not a JSON object"
-    elif not is_megatron_checkpoint(folder):
-        yield from _check_weights(folder)
+    else:
+        yield from problems_of_changes(raw, model)
+        if not is_megatron_checkpoint(folder):
+            yield from _check_weights(folder)
 
 
 def _check_weights(folder: Path) -> Iterator[str]:

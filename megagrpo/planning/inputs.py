@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
 from megagrpo.errors import UserError
 from megagrpo.planning.file_checks import read_hf_config
@@ -28,7 +27,7 @@ def format_inputs(config: Config) -> str:
     from megagrpo.rollout.prompts import describe_prompt, load_prompts
     from megagrpo.rollout.tokenisation import check_tokenizer, load_tokenizer
 
-    hf = read_hf_config(hf_folder_of(config.model.path)) or {}
+    hf = read_hf_config(config.model) or {}
     tokenizer, context = load_tokenizer(config), hf.get("max_position_embeddings")
     if isinstance(vocabulary := hf.get("vocab_size"), int):
         check_tokenizer(tokenizer, vocabulary)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config.model_folder import is_megatron_checkpoint
+from megagrpo.config.training_sections import ModelConfig
 from megagrpo.errors import UserError
 from megagrpo.planning.file_checks import read_hf_config
 
@@ -95,7 +96,7 @@ def write_starter(
             raise UserError(f"{path}: is there already; name another file")
     if source is not None and reward is None:
         raise UserError("--reward: missing; with --data name the reward too (megagrpo config rewards)")
-    hf = read_hf_config(model)
+    hf = read_hf_config(ModelConfig(path=str(model)))
     if hf is None or is_megatron_checkpoint(model):
         raise UserError(
             f"--model {model}: no HF folder with a config.json; `hf download {model} --local-dir "

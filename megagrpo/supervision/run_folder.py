@@ -17,7 +17,7 @@ FILES = (
     "summary.json",
     "warnings.jsonl",
 )
-FOLDERS = ("checkpoints", "completions", "engines", "errors", "hf", "stacks", "tensorboard")
+FOLDERS = ("checkpoints", "completions", "engines", "errors", "hf", "model", "stacks", "tensorboard")
 
 
 def make_run_folder(run_dir: Path) -> None:

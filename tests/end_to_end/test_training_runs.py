@@ -56,6 +56,7 @@ VARIANTS = {
         "algorithm.correction.reject_low=0.999",
         "algorithm.correction.reject_high=1.001",
     ],
+    "other_rope": ["model.overrides={rope_parameters: {rope_type: default, rope_theta: 5000.0}}"],
     "reinforce_pp": ["algorithm.preset=reinforce_pp", "algorithm.kl.coef=0.1"],
     "gap_warned": ["rollout.logprob_gap.warn_above=1e-12"],
     "unpacked": ["update.packing=false"],
@@ -198,6 +199,14 @@ def test_an_unchanged_policy_has_gap_0_and_weight_1_where_top_p_and_top_k_narrow
         assert row["policy/rollout_gap_max"] < 1e-4
         assert row["policy/correction_weight"] == pytest.approx(1.0, abs=1e-3)
         assert row["policy/correction_rejected_fraction"] == 0
+
+
+def test_engine_actor_and_export_have_the_overridden_fields(variants, rows_of):
+    """With the model's own base of 10000 in one of them the gap would be some tenths of a nat."""
+    run = variants["other_rope"]
+    assert all(row["policy/rollout_gap_max"] < 1e-4 for row in rows_of(run)[1:])
+    assert json.loads((run / "hf" / "config.json").read_text())["rope_parameters"]["rope_theta"] == 5000.0
+    assert "model.overrides: rope_parameters: {'rope_type'" in (run / "log.txt").read_text()
 
 
 def test_a_gap_beyond_its_limit_names_the_token_once(variants):

@@ -44,7 +44,7 @@ def test_what_it_writes_passes_the_checks_of_a_run(model, tmp_path, gpus, ranks)
     file, _ = write_starter(tmp_path / "add.yaml", model, None, None, gpus, 80.0)
     config = load_config(file, [])
     hardware = Hardware(nvidia_device=True, torch_cuda="12.9", transformer_engine=True)
-    assert check_config(config, ranks, read_hf_config(model), hardware) == []
+    assert check_config(config, ranks, read_hf_config(config.model), hardware) == []
     verify_data(config)
     assert config.precision.recipe == ("bf16" if gpus else "fp32")
     assert all(
