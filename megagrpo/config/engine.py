@@ -41,7 +41,7 @@ class ServerConfig(Section):
         3, description="times that a dead server is started anew, over the whole run"
     )
     max_model_len: PositiveInt | None = Field(
-        None, description="context of the server; null: the model's positions"
+        None, description="context of the server; null: data.max_prompt_tokens + rollout.max_new_tokens"
     )
     kv_cache_bytes: PositiveInt | None = Field(
         None, description="key/value cache of a replica; null: 1 GiB on CPUs, the engine's own on GPUs"

@@ -63,6 +63,11 @@ class Config(Section):
         return self.engine.narrows_logprobs(rollout.temperature, rollout.top_k, rollout.top_p)
 
     @property
+    def longest_sequence_tokens(self) -> int:
+        """Tokens of the longest prompt with the longest completion."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
     def total_updates(self) -> int:
         """Optimizer updates of the whole run: what a decaying learning rate is stretched over."""
         return self.run.steps * self.update.updates_per_step

@@ -65,7 +65,8 @@ def build_rollout_engine(
     options = {"tokenizer": tokenizer, "device": device, "dtype": dtype}
     if factory.is_embedded:
         return factory(hf_folder, config.engine, **options)
-    num_replicas = config.engine.server.num_replicas
+    engine_config = _with_context(config)
+    num_replicas = engine_config.server.num_replicas
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
     owner = owner_of_replica(replica, groups.world_size, num_replicas)
     log_file = engine_log(config, replica)
@@ -73,7 +74,7 @@ def build_rollout_engine(
     engine, address, problem = None, None, None
     if groups.rank == owner:
         try:
-            engine = factory(hf_folder, config.engine, **options, address=given, log_file=log_file)
+            engine = factory(hf_folder, engine_config, **options, address=given, log_file=log_file)
             address = engine.address
             engine.check_model()
         except UserError as error:
@@ -86,7 +87,18 @@ def build_rollout_engine(
         if engine is not None:
             engine.close()
         raise UserError("\n".join(problems))
-    return engine or factory(hf_folder, config.engine, **options, address=found[owner][0], is_owner=False)
+    return engine or factory(hf_folder, engine_config, **options, address=found[owner][0], is_owner=False)
+
+
+def _with_context(config: Config) -> Any:
+    """Return the `engine:` section, whose servers have room for the run's longest sequence and no more: one of
+    all the positions of a model (Llama 3.1: 131,072, 17 GB of keys and values) may not fit beside the trainer.
+    """
+    server = config.engine.server
+    if server.max_model_len is not None:
+        return config.engine
+    server = server.model_copy(update={"max_model_len": config.longest_sequence_tokens})
+    return config.engine.model_copy(update={"server": server})
 
 
 def _unreachable(groups: ParallelGroups, num_replicas: int, hosts: list[str]) -> list[str]:

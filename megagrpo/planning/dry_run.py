@@ -35,7 +35,7 @@ def compute_batch_arithmetic(config: Config, layout: ParallelLayout) -> BatchAri
     """Return the counts of one step of `config` in `layout`. The configuration has passed its checks."""
     groups, completions = config.rollout.prompts_per_step, config.rollout.completions_per_prompt
     mini_batches = config.update.mini_batches_per_step
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_sequence_tokens
     alignment = token_alignment(config.parallel, config.precision.recipe)
     budget = config.update.max_tokens_per_microbatch // alignment * alignment
     return BatchArithmetic(

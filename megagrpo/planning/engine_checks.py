@@ -33,7 +33,7 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
             )
     yield from _check_tensor_parallel(server, hf_config)
     yield from _check_quantization(config, server, hf_config)
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_sequence_tokens
     if server.max_model_len is not None and server.max_model_len < longest:
         yield (
             f"engine.server.max_model_len: {server.max_model_len}: data.max_prompt_tokens "

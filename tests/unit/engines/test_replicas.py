@@ -37,7 +37,7 @@ class InServers:
     is_embedded = False
 
     def __init__(self, model_folder, config, *, tokenizer, device, dtype, address, log_file):
-        self.address, self.log_file = "http://here:1", log_file
+        self.address, self.log_file, self.server = "http://here:1", log_file, config.server
 
     def check_model(self): ...
 
@@ -79,6 +79,25 @@ def test_an_engine_of_the_users_own_is_built_where_the_configuration_names_it(
     monkeypatch.setattr(replicas, "all_gather_metadata", lambda value: [value])
     engine = build_rollout_engine(config, OneRank(), "folder", "tokenizer", "cpu", "float32")
     assert engine.log_file.parts[-2:] == ("engines", "InServers_0.log")
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 37 + 11), (300, 300)])
+def test_servers_have_room_for_the_longest_sequence_of_the_run_unless_told(
+    config_with, monkeypatch, given, expected
+):
+    """Not for all positions of the model, whose keys and values may not fit on a GPU that the trainer fills."""
+    config = config_with("InServers")
+    server = config.engine.server.model_copy(update={"max_model_len": given})
+    config = config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"max_prompt_tokens": 37}),
+            "rollout": config.rollout.model_copy(update={"max_new_tokens": 11}),
+            "engine": config.engine.model_copy(update={"server": server}),
+        }
+    )
+    monkeypatch.setattr(replicas, "all_gather_metadata", lambda value: [value])
+    engine = build_rollout_engine(config, OneRank(), "folder", "tokenizer", "cpu", "float32")
+    assert engine.server.max_model_len == expected
 
 
 @pytest.mark.parametrize(
