@@ -191,7 +191,11 @@ def build_session(
     )
     building("the plan of weights", None)
     publisher = _watch_replicas(
-        build_publisher(config, actor, builder, engine, counts), config, engine, generator, engine_start
+        build_publisher(config, actor, builder, engine, source.prompts, counts),
+        config,
+        engine,
+        generator,
+        engine_start,
     )
     sampler = PromptSampler(source, config.run.seed)
     return Session(

@@ -12,7 +12,6 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from megagrpo.registry import is_code_place, suggestion
 
-PROBE_PROMPT_TOKENS = 8  # of the prompt on which engine and trainer are compared before new weights serve
 FP8_BLOCK = 128  # rows and columns of a block of a quantised weight
 
 _OWN = "FILE.py:NAME"  # the tag of engines of the users
@@ -234,11 +233,11 @@ class WeightsConfig(Section):
     )
     probe_tokens: NonNegativeInt = Field(
         8,
-        description="log-probs of this many sampled tokens are compared with the trainer's before published "
-        "weights serve; 0: none are",
+        description="log-probs of this many tokens, sampled for each of four prompts, are compared with the "
+        "trainer's before published weights serve; 0: none are",
     )
     probe_max_gap: PositiveFloat | None = Field(
         None,
-        description="largest |engine - trainer| log-prob of the probe; null: 0.001 with precision fp32, "
-        "else 0.5",
+        description="largest mean |engine - trainer| log-prob of a replica's tokens; null: 0.001 with "
+        "precision fp32, else 0.25",
     )

@@ -91,8 +91,8 @@ def build_rollout_engine(
 
 
 def _with_context(config: Config) -> Any:
-    """Return the `engine:` section, whose servers have room for the run's longest sequence and no more: one of
-    all the positions of a model (Llama 3.1: 131,072, 17 GB of keys and values) may not fit beside the trainer.
+    """Return the `engine:` section, whose servers have room for the run's longest sequence and no more: one
+    of all the positions of a model (Llama 3.1: 17 GB of keys and values) may not fit beside the trainer.
     """
     server = config.engine.server
     if server.max_model_len is not None:

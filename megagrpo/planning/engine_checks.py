@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from megagrpo.config.engine import FP8_BLOCK, PROBE_PROMPT_TOKENS, ServerConfig, WeightsConfig
+from megagrpo.config.engine import FP8_BLOCK, ServerConfig, WeightsConfig
 from megagrpo.config.schema import Config
 
 
@@ -23,7 +23,6 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
     if getattr(server, "offline", False) and server.addresses:
         yield "engine.server.offline: true: engine.server.addresses names servers that run already"
     yield from _check_replicas(server, world_size)
-    yield from _check_probe(config, server, hf_config)
     for field in ("start_timeout_seconds", "request_timeout_seconds"):
         limit = config.run.collective_timeout_seconds
         if getattr(server, field) >= limit:
@@ -46,23 +45,6 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
             f"engine.server.max_model_len: {server.max_model_len}: the model has {positions} positions "
             "(max_position_embeddings)"
         )
-
-
-def _check_probe(config: Config, server: ServerConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    if not config.weights.probe_tokens:
-        return
-    needed = PROBE_PROMPT_TOKENS + config.weights.probe_tokens
-    limits = {
-        "update.max_tokens_per_microbatch": config.update.max_tokens_per_microbatch,
-        "engine.server.max_model_len": server.max_model_len,
-        "max_position_embeddings": hf_config.get("max_position_embeddings"),
-    }
-    for name, limit in limits.items():
-        if isinstance(limit, int) and needed > limit:
-            yield (
-                f"weights.probe_tokens: {config.weights.probe_tokens}: with a prompt of "
-                f"{PROBE_PROMPT_TOKENS}, more than {name} = {limit}"
-            )
 
 
 def _check_unused_weights(config: Config) -> Iterator[str]:

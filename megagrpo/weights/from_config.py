@@ -21,13 +21,14 @@ from megagrpo.parallel.groups import all_gather_metadata
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder
 from megagrpo.telemetry.activity import Counts, count_nothing
+from megagrpo.types import Prompt
 from megagrpo.weights.context import PublishContext
 from megagrpo.weights.export import WeightExporter
 from megagrpo.weights.local_publisher import LocalPublisher
 from megagrpo.weights.plan.publish_plan import PublishPlan
 from megagrpo.weights.plan.sources import build_sources
 from megagrpo.weights.plan.targets import EngineGrid
-from megagrpo.weights.probe import LogprobProbe
+from megagrpo.weights.probe import LogprobProbe, choose_prompts
 from megagrpo.weights.publisher import Publisher
 from megagrpo.weights.read.block_fp8 import quantize_sources
 from megagrpo.weights.read.quantizing_reader import QuantizingReader
@@ -46,10 +47,10 @@ TRANSPORTS: dict[str, type[Transport]] = {
     for transport in (SharedMemoryTransport, GroupTransport, DiskTransport, IpcTransport)
 }
 
-# Right weights give gaps of some 2e-5 in float32 and up to 0.2 rounded to bfloat16 and below; wrong ones were
-# seen to give 0.5 to 7.
+# Means over a replica's tokens. Right weights give single gaps of some 2e-5 in float32 and up to 0.2 rounded
+# to bfloat16 and below; wrong ones were seen to give 0.5 to 7.
 PROBE_MAX_GAP = {"fp32": 1e-3}
-PROBE_MAX_GAP_ROUNDED = 0.5
+PROBE_MAX_GAP_ROUNDED = 0.25
 
 # a first engine rank's for the trainer, the others' for it (twice as long), and some time to load
 GROUP_WAITS_IN_A_REQUEST = 4
@@ -149,9 +150,13 @@ def build_publisher(
     actor: Actor,
     builder: MicroBatchBuilder,
     engine: Engine,
+    prompts: Sequence[Prompt],
     counts: Counts = count_nothing,
 ) -> Publisher:
     """Return what brings the actor's weights to this rank's engine. Collective over all ranks.
+
+    Args:
+        prompts: of the run, the same on all ranks: engine and actor are compared on some of them.
 
     Raises:
         UserError: the transport does not fit the machines or the engine.
@@ -192,7 +197,16 @@ def build_publisher(
     probe = None
     if weights.probe_tokens:
         max_gap = weights.probe_max_gap or PROBE_MAX_GAP.get(config.precision.recipe, PROBE_MAX_GAP_ROUNDED)
-        probe = LogprobProbe(actor, builder, server, replica, server.is_owner, weights.probe_tokens, max_gap)
+        probe = LogprobProbe(
+            actor,
+            builder,
+            server,
+            replica,
+            server.is_owner,
+            choose_prompts(prompts),
+            min(weights.probe_tokens, config.rollout.max_new_tokens),  # they fit wherever a sequence does
+            max_gap,
+        )
     sharded = (
         transport(replace(grid, layout="sharded")) if weights.layout != "full" and not quantize else None
     )

@@ -85,7 +85,7 @@ def test_an_engine_of_the_users_own_is_built_where_the_configuration_names_it(
 def test_servers_have_room_for_the_longest_sequence_of_the_run_unless_told(
     config_with, monkeypatch, given, expected
 ):
-    """Not for all positions of the model, whose keys and values may not fit on a GPU that the trainer fills."""
+    """Not for all positions of the model: keys and values for them may not fit beside the trainer."""
     config = config_with("InServers")
     server = config.engine.server.model_copy(update={"max_model_len": given})
     config = config.model_copy(

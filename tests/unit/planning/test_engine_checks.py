@@ -47,11 +47,6 @@ def problems_of(tmp_path, monkeypatch):
         ),
         (
             1,
-            ["engine.name=vllm", "weights.probe_tokens=1020"],
-            "weights.probe_tokens: 1020: with a prompt of 8, more than max_position_embeddings = 1024",
-        ),
-        (
-            1,
             ["engine.name=sglang", "engine.server.offline=true", "engine.server.addresses=['http://a:1']"],
             "engine.server.offline: true: engine.server.addresses names servers that run already",
         ),
