@@ -14,6 +14,7 @@ from megagrpo.parallel import plain_data
 from megagrpo.parallel.layout import ParallelLayout
 
 _starts = itertools.count()
+_PATIENCE = timedelta(days=7)  # no phase may take longer (watchdog.limit_seconds)
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,20 @@ def _all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[byte
     parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(parts, own, group=group)
     return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+def wait_for_all_ranks() -> None:
+    """Wait until every rank is here, for longer than collectives may take. Collective over all ranks.
+
+    For work whose length no rank can bound, as rollouts with long tails: the collective that follows then
+    waits for messages alone, and its time-out stays one that finds ranks that hang. A rank that dies breaks
+    the wait at once; one that stalls is the watchdog's.
+    """
+    options = dist.AllreduceOptions()
+    options.timeout = _PATIENCE
+    world = dist.group.WORLD
+    assert world is not None
+    world.allreduce([torch.zeros(1)], options).wait()
 
 
 def all_reduce_flag(flag: bool) -> bool:

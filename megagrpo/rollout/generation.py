@@ -13,7 +13,7 @@ from dataclasses import replace
 from megagrpo.engines.base import Engine, EngineError
 from megagrpo.errors import RelayedError, SharedUserError, StopRequested
 from megagrpo.parallel.background import BackgroundWork
-from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
+from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata, wait_for_all_ranks
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.dealing import EngineFailure, ReplicaStates
 from megagrpo.rollout.in_flight import (
@@ -243,6 +243,7 @@ class RolloutGenerator:
         while True:
             failed = isinstance(outcome, BaseException)
             own = describe_failure(outcome) if failed else describe_share(outcome, self.groups.rank)
+            wait_for_all_ranks()  # the share of another may take hours
             gathered = all_gather_metadata((self.is_given_up, own))
             completed.is_given_up = any(is_given_up for is_given_up, _ in gathered)
             completed.failures = {

@@ -6,6 +6,7 @@ drop their caches, but have no memory to give back.
 
 import json
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx2 as httpx
@@ -14,9 +15,11 @@ import torch
 from engine_contract import SERVER_NAMES, params, publish, tokens
 
 from megagrpo.engines.server.command import HOST_PATH, find_python
+from megagrpo.engines.server.http_client import EngineClient
 from megagrpo.engines.server.sglang_command import sglang_command
 from megagrpo.engines.server.vllm_command import vllm_command
 
+COMMANDS = {"vllm": vllm_command, "sglang": sglang_command}
 PARSE = {
     "vllm": """
 import json, sys
@@ -52,6 +55,22 @@ def test_a_vllm_server_sleeps_and_wakes(build_engine, prompts, model):
 
 
 @pytest.mark.parametrize("build_engine", SERVER_NAMES, indirect=True)
+def test_a_server_gives_signs_of_life_while_it_generates(build_engine, prompts, model):
+    """From its workers or scheduler, which have no time for it where they hang."""
+    engine = build_engine()
+    publish(engine, model, version=1)
+    command = COMMANDS[engine.protocol.model.config.name](engine.protocol.model)
+    client, answers = EngineClient(engine.address, 60.0, lambda: None), []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(engine.generate, prompts, params(max_new_tokens=60), range(16))
+        while not answers or not running.done():
+            client.call_all(
+                [command.sign_of_life], lambda _, answer: answers.append(answer), 1, lambda: False, []
+            )
+        assert all(running.result()) and all(answers)
+
+
+@pytest.mark.parametrize("build_engine", SERVER_NAMES, indirect=True)
 def test_a_gpu_server_is_started_with_options_that_it_knows(build_engine):
     """Sleep must be allowed at the start. The installed server's own parser reads the command that a GPU
     server would get.
@@ -59,7 +78,7 @@ def test_a_gpu_server_is_started_with_options_that_it_knows(build_engine):
     engine = build_engine()
     model = replace(engine.protocol.model, device=torch.device("cuda"))
     name = model.config.name
-    command = {"vllm": vllm_command, "sglang": sglang_command}[name](model)
+    command = COMMANDS[name](model)
     python, _, _, _, *options = command.words(find_python(None, command.package), 1)
     arguments = [option for option in options if option != "--end-with-parent"]
     ran = subprocess.run(

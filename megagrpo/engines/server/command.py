@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megagrpo.engines.server.http_client import Call
 from megagrpo.errors import UserError
 
 HOST_PATH = Path(__file__).resolve().parents[2] / "host" / "importable"
@@ -51,6 +52,7 @@ class ServerCommand:
 
     package: EnginePackage
     health_path: str  # answers 200 to a GET once the server serves
+    sign_of_life: Call  # answered from where tokens are computed, between two of them
     words: Callable[[str, int], list[str]]  # (python, port) -> command line; it listens on 127.0.0.1 alone
     environment: Callable[[], Mapping[str, str]]  # -> what the server's has beside this process's
 

@@ -88,7 +88,9 @@ class EngineServer:
     ) -> None:
         """Send many requests at once; see EngineClient.call_all."""
         with self._noting_loss():
-            self._client.call_all(calls, on_answer, max_pending, is_aborted, abort_calls)
+            self._client.call_all(
+                calls, on_answer, max_pending, is_aborted, abort_calls, self._command.sign_of_life
+            )
 
     def restart(self) -> None:
         """Restart a server that was started here.

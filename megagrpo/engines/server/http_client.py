@@ -21,12 +21,13 @@ NOT_SENT = object()
 
 
 class Call(NamedTuple):
-    """One POST."""
+    """One request."""
 
     path: str
     body: Any = None  # goes as JSON
     answer_bytes: int = ANSWER_BYTES  # a larger answer is an error
     about: str = ""  # what it asks for, for errors
+    method: str = "POST"
 
 
 _WATCH_SECONDS = 0.25
@@ -34,6 +35,7 @@ _SETTLE_SECONDS = 1.0  # a connection breaks a moment before the process can be 
 # vLLM answers 500 once a worker is lost, and was seen to end more than a second later on busy cores
 _ENDING_SECONDS = 10.0
 _SERVER_ERROR = 500
+_SIGNS_IN_A_TIMEOUT = 8  # signs of life that are asked for in the longest silence that is allowed
 _ATTEMPTS = 3  # for a call whose connection breaks while the server lives
 _SHOWN_CHARACTERS = 1000  # how much of a refusal an error shows
 
@@ -86,11 +88,12 @@ class EngineClient:
         max_pending: int,
         is_aborted: Callable[[], bool],
         abort_calls: Sequence[Call],
+        sign_of_life: Call | None = None,
     ) -> None:
         """Send many requests at once and wait for all answers.
 
-        The time-out counts from the last answer to any of them, so a long queue is none; the server's end is
-        noticed at once.
+        The time-out counts from the last answer to any of them, or the last sign of life, so neither a long
+        queue nor a long completion is silence; the server's end is noticed at once.
 
         Args:
             on_answer: gets the number of a call and its answer, one at a time as they come; NOT_SENT where an
@@ -98,9 +101,10 @@ class EngineClient:
             max_pending: requests that are sent and not answered, at most.
             is_aborted: asked again and again; from when it says so on, `abort_calls` are sent until every
                 request is answered.
+            sign_of_life: made again and again; an answer comes from where tokens are computed.
         """
         if calls:
-            asyncio.run(self._call_all(calls, on_answer, max_pending, is_aborted, abort_calls))
+            asyncio.run(self._call_all(calls, on_answer, max_pending, is_aborted, abort_calls, sign_of_life))
 
     def is_answering(self, path: str) -> bool:
         """Say whether GET `path` answers 200 within two seconds."""
@@ -114,13 +118,13 @@ class EngineClient:
         """Close the connections."""
         self._client.close()
 
-    async def _call_all(self, calls, on_answer, max_pending, is_aborted, abort_calls) -> None:
+    async def _call_all(self, calls, on_answer, max_pending, is_aborted, abort_calls, sign_of_life) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_pending)
         slots = asyncio.Semaphore(max_pending)
-        last_answer = time.monotonic()
+        last_sign = time.monotonic()
 
         async def send(client: httpx.AsyncClient, number: int, call: Call) -> None:
-            nonlocal last_answer
+            nonlocal last_sign
             async with slots:
                 for attempt in range(1, _ATTEMPTS + 1):
                     if is_aborted():
@@ -132,7 +136,7 @@ class EngineClient:
                         await asyncio.sleep(_SETTLE_SECONDS)
                         if attempt == _ATTEMPTS or self._is_final(error):
                             raise self._unreachable(call, error) from None
-            last_answer = time.monotonic()
+            last_sign = time.monotonic()
             if status >= _SERVER_ERROR:
                 await asyncio.sleep(_SETTLE_SECONDS)
             on_answer(number, self._read(call, status, content))
@@ -145,28 +149,38 @@ class EngineClient:
                 if is_aborted():
                     with suppress(httpx.HTTPError):  # it is sent again
                         await asyncio.gather(*(self._post_async(client, call) for call in abort_calls))
-                if time.monotonic() - last_answer > self._timeout_seconds:
+                if time.monotonic() - last_sign > self._timeout_seconds:
                     raise EngineUnreachable(self._silence("no request"))
+
+        async def listen(client: httpx.AsyncClient) -> None:
+            nonlocal last_sign
+            while sign_of_life is not None:
+                await asyncio.sleep(self._timeout_seconds / _SIGNS_IN_A_TIMEOUT)
+                with suppress(httpx.HTTPError, EngineError):  # no sign: `watch` counts the time
+                    status, _ = await self._post_async(client, sign_of_life)
+                    if status == httpx.codes.OK:
+                        last_sign = time.monotonic()
 
         async with httpx.AsyncClient(
             base_url=self.address, auth=self._credentials, timeout=None, limits=limits, trust_env=False
         ) as client:
             pending = asyncio.gather(*(send(client, number, call) for number, call in enumerate(calls)))
             watcher = asyncio.ensure_future(watch(client))
+            listener = asyncio.ensure_future(listen(client))
             try:
                 await asyncio.wait([pending, watcher], return_when=asyncio.FIRST_COMPLETED)
                 # raises what went wrong; the watcher does nothing else
                 (pending if pending.done() else watcher).result()
             finally:
-                watcher.cancel()
-                pending.cancel()
-                await asyncio.gather(pending, watcher, return_exceptions=True)
+                for task in (pending, watcher, listener):
+                    task.cancel()
+                await asyncio.gather(pending, watcher, listener, return_exceptions=True)
 
     def _post(self, call: Call) -> tuple[int, bytes]:
         """Return status and content of an answer, of which no more than is allowed is read."""
         deadline = time.monotonic() + self._timeout_seconds
         content = bytearray()
-        with self._client.stream("POST", call.path, json=call.body) as response:
+        with self._client.stream(call.method, call.path, json=call.body) as response:
             for part in response.iter_bytes():
                 content += part
                 self._check_size(call, content)
@@ -176,7 +190,7 @@ class EngineClient:
 
     async def _post_async(self, client: httpx.AsyncClient, call: Call) -> tuple[int, bytes]:
         content = bytearray()
-        async with client.stream("POST", call.path, json=call.body) as response:
+        async with client.stream(call.method, call.path, json=call.body) as response:
             async for part in response.aiter_bytes():
                 content += part
                 self._check_size(call, content)

@@ -13,6 +13,7 @@ from megagrpo.engines.server.command import (
     device_environment,
     host_command,
 )
+from megagrpo.engines.server.http_client import Call
 from megagrpo.engines.server.served_model import ServedModel
 
 _RESERVED_TOKENS = 8  # SGLang ends a request a few tokens short of the context it is given
@@ -24,6 +25,7 @@ def sglang_command(model: ServedModel) -> ServerCommand:
     return ServerCommand(
         PACKAGES["sglang"],
         health_path="/model_info",  # /health generates a token and takes a second
+        sign_of_life=Call("/server_info", method="GET"),  # asks the scheduler
         words=lambda python, port: _words(model, python, port),
         environment=lambda: _environment(model),
     )

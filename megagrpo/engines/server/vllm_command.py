@@ -14,6 +14,7 @@ from megagrpo.engines.server.command import (
     device_environment,
     host_command,
 )
+from megagrpo.engines.server.http_client import Call
 from megagrpo.engines.server.served_model import ServedModel
 
 _CPU_KV_CACHE_BYTES = 2**30
@@ -25,6 +26,8 @@ def vllm_command(model: ServedModel) -> ServerCommand:
     return ServerCommand(
         PACKAGES["vllm"],
         health_path="/health",
+        # /health looks at processes: one that hangs is well. The workers answer between two steps.
+        sign_of_life=Call("/collective_rpc", {"method": "describe_transfer"}),
         words=lambda python, port: _words(model, python, port),
         environment=lambda: _environment(model),
     )

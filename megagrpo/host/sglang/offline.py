@@ -50,6 +50,9 @@ def build_routes(manager: Any) -> dict[tuple[str, str], Handler]:
     async def info(body: bytes) -> bytes:
         return json.dumps({"model_path": manager.model_path}).encode()
 
+    async def scheduler_info(body: bytes) -> bytes:
+        return json.dumps({"schedulers": len(await manager.get_internal_state())}).encode()
+
     def update(method: str, request: Any) -> Handler:
         async def call(body: bytes) -> bytes:
             return _told(*await getattr(manager, method)(request(**json.loads(body or b"{}")), None))
@@ -65,6 +68,7 @@ def build_routes(manager: Any) -> dict[tuple[str, str], Handler]:
 
     routes = {
         ("GET", "/model_info"): info,
+        ("GET", "/server_info"): scheduler_info,
         ("POST", "/generate"): generate,
         ("POST", "/abort_request"): abort,
         ("POST", "/update_weights_from_tensor"): load,

@@ -184,6 +184,7 @@ class Ranks:
 def ranks(monkeypatch):
     ranks = Ranks()
     monkeypatch.setattr(generation, "all_gather_metadata", ranks.all_gather)
+    monkeypatch.setattr(generation, "wait_for_all_ranks", ranks.barrier.wait)
     monkeypatch.setattr(replica_recovery, "all_gather_metadata", ranks.all_gather)
     monkeypatch.setattr(
         generation.time, "sleep", lambda seconds: ranks.__dict__.setdefault("slept", []).append(seconds)

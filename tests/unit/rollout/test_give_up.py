@@ -161,6 +161,7 @@ def test_a_stop_on_one_rank_ends_the_rollout_on_all_and_comes_before_failures(
             self.rank, self.world_size = rank, 2
 
     monkeypatch.setattr(generation, "all_gather_metadata", all_gather)
+    monkeypatch.setattr(generation, "wait_for_all_ranks", barrier.wait)
     generators = [
         RolloutGenerator(scripted_engine(), scripted_rewards(), Groups(rank), range(2)) for rank in range(2)
     ]

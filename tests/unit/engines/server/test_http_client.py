@@ -123,6 +123,24 @@ def test_silence_ends_with_the_time_out(server):
         client.call_all([Call("/wait", {})], ignore, 1, never, [])
 
 
+def test_a_request_that_takes_longer_than_the_time_out_is_waited_for_while_the_server_gives_signs(server):
+    """32,768 tokens at 40 a second are a quarter of an hour, and a request is all completions of a prompt."""
+    client, answers, timeout = client_of(server, timeout_seconds=2.0), {}, 2.0
+    release = threading.Timer(3 * timeout, lambda: client.call("/release", {}))
+    release.start()
+    started = time.monotonic()
+    client.call_all([Call("/wait", 1)], answers.__setitem__, 1, never, [], Call("/alive", 0))
+    release.join()
+    assert answers == {0: {"sent": 1}} and time.monotonic() - started > 2 * timeout
+
+
+@pytest.mark.parametrize("sign", ["/wait", "/refuse"])
+def test_a_server_whose_sign_of_life_does_not_come_or_is_no_good_one_is_silent(server, sign):
+    client = client_of(server, timeout_seconds=1.0)
+    with pytest.raises(EngineUnreachable, match="no request was answered within"):
+        client.call_all([Call("/wait", {})], ignore, 1, never, [], Call(sign, {}))
+
+
 def test_the_end_of_the_server_ends_the_wait(server):
     client = client_of(server, end=lambda: "the server was killed by SIGKILL" if server.posts else None)
     with pytest.raises(EngineUnreachable, match="killed by SIGKILL"):

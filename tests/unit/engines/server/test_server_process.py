@@ -18,6 +18,7 @@ from megagrpo.config.engine import build_engine_config
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.server.command import HOST_PATH, EnginePackage, ServerCommand
 from megagrpo.engines.server.engine_server import EngineServer
+from megagrpo.engines.server.http_client import Call
 from megagrpo.engines.server.process import ServerProcess
 from megagrpo.errors import UserError
 
@@ -167,7 +168,7 @@ class Fake:
     def start(self):
         package = EnginePackage("pytest", ("pytest",), (1, 0))  # something that this Python has
         environment = {"PIDS": str(self.tmp_path / "pids")}
-        command = ServerCommand(package, "/health", self.words, lambda: environment)
+        command = ServerCommand(package, "/health", Call("/alive"), self.words, lambda: environment)
         return EngineServer(command, self.config, log_file=self.tmp_path / "log")
 
 
