@@ -11,6 +11,9 @@ import psutil
 
 from megagrpo.supervision.board import Board
 from megagrpo.supervision.failure import say
+from megagrpo.supervision.shared_memory import close_ledgers
+
+_END_SECONDS = 2.0  # that killed children may take to be gone
 
 
 class Siblings:
@@ -90,9 +93,12 @@ def leave_now(code: int) -> NoReturn:
     """End this process and everything that it has started, without waiting for any thread: the main one
     may hang in a collective.
     """
-    for child in psutil.Process().children(recursive=True):
+    children = psutil.Process().children(recursive=True)
+    for child in children:
         try:
             child.kill()
         except psutil.NoSuchProcess:
             continue
+    psutil.wait_procs(children, timeout=_END_SECONDS)
+    close_ledgers()
     os._exit(code)

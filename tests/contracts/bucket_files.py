@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 import torch
 
-from megagrpo.supervision.shared_memory import PREFIX, SHARED_MEMORY, hold
+from megagrpo.supervision.shared_memory import hold
 from megagrpo.wire.manifest import BucketManifest, TensorEntry, checksum_of
+from megagrpo.wire.shared_files import PREFIX, SHARED_MEMORY
 
 _BUCKET_BYTES = 64 * 2**20
 _ALIGNMENT = 64  # bytes: a tensor's first one, for any dtype and for whole cache lines

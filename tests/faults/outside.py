@@ -2,6 +2,7 @@
 from another machine at the same moment. What a launch leaves behind is looked for ten seconds later.
 """
 
+import contextlib
 import fcntl
 import signal
 import socket
@@ -78,8 +79,13 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def shared_files() -> set[str]:
-    """Return our files in shared memory that no live process holds."""
-    return {path.name for path in SHARED_MEMORY.glob("megagrpo_*") if not is_held(path)}
+    """Return the files in shared memory that no live process has mapped or locked."""
+    mapped: set[str] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            mapped.update(each.path for each in process.memory_maps() if each.path.startswith("/dev/shm/"))
+    paths = [path for path in SHARED_MEMORY.iterdir() if path.is_file() and str(path) not in mapped]
+    return {path.name for path in paths if not is_held(path)}
 
 
 def is_held(path: Path) -> bool:

@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megagrpo.errors import UserError
+from megagrpo.supervision.shared_memory import Ledger
+from megagrpo.wire.shared_files import LEDGER
 
 # The last line of a traceback, whatever a logger puts before it.
 _CAUSE = re.compile(r"^(?:\([^)]*\)\s*)?(?:.*\]\s)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
 _PORT_TAKEN = "address already in use"
 _CAUSE_CHARACTERS = 400
 _POLL_SECONDS = 0.25
+_LOOK_SECONDS = 1.0  # between two looks at the files that a server makes in shared memory while it starts
 _LOG_TAIL_BYTES = 64 * 2**10
 
 
@@ -50,13 +53,14 @@ class ServerProcess:
         self.log_file = log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
         words = list(command(self.port))
+        self._files = Ledger()
         with open(log_file, "ab") as log:
             log.write(f"{shlex.join(words)}\n".encode())
             log.flush()
             self._log_start = log.tell()  # what stands before is not this server's
             self._process = subprocess.Popen(
                 words,
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, LEDGER: str(self._files.path)},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -84,8 +88,11 @@ class ServerProcess:
             UserError: the process ended, or the time is over (it is ended then); with the reason that its log
                 gives.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline, looked = time.monotonic() + timeout_seconds, float("-inf")
         while not is_ready():
+            if time.monotonic() - looked > _LOOK_SECONDS:
+                self._files.note(self.pid)
+                looked = time.monotonic()
             if not self.is_alive():
                 self.stop(0)  # what is left of its group
                 raise UserError(
@@ -99,6 +106,7 @@ class ServerProcess:
                     f"{timeout_seconds:g}: {self.last_words()}"
                 )
             time.sleep(_POLL_SECONDS)
+        self._files.note(self.pid)
 
     def port_was_taken(self) -> bool:
         """Say whether the process ended because another one had its port."""
@@ -126,7 +134,10 @@ class ServerProcess:
         return f"the server {ended}: {self.last_words()}"
 
     def stop(self, grace_seconds: float = 10.0) -> None:
-        """End the process and its group: asked first, killed after `grace_seconds`."""
+        """End the process and its group: asked first, killed after `grace_seconds`. What they have made in
+        shared memory goes too.
+        """
+        self._files.note(self.pid)
         if self.is_alive() and grace_seconds > 0:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -134,6 +145,7 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):  # everything of the group has ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._files.close()
         if self._process.stdin:
             self._process.stdin.close()
 

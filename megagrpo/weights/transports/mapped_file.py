@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megagrpo.supervision.shared_memory import PREFIX, SHARED_MEMORY, hold
+from megagrpo.supervision.shared_memory import hold
+from megagrpo.wire.shared_files import PREFIX, SHARED_MEMORY
 
 
 def slot_path(token: str, version: int, replica: int, slot: int) -> Path:

@@ -21,6 +21,7 @@ MODULES = [
     "megagrpo.wire.manifest",
     "megagrpo.wire.probe_requests",
     "megagrpo.wire.sglang_instructions",
+    "megagrpo.wire.shared_files",
     "megagrpo.wire.transfer_group",
 ]
 FOREIGN = ("megatron", "transformers", "pydantic", "typer", "rich")
