@@ -164,13 +164,13 @@ MISTAKES = {
         model_of(model_type="gemma2"),
         [],
         "model.path: model/config.json: model_type 'gemma2' is no architecture of this version; supported: "
-        "llama, qwen2, qwen3, qwen3_moe",
+        "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
     ),
     "a vision model": (
         model_of(model_type="qwen2_vl", vision_config={}),
         [],
         "model.path: model/config.json: model_type 'qwen2_vl' is a model that sees images: they are not "
-        "supported; supported: llama, qwen2, qwen3, qwen3_moe",
+        "supported; supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
     ),
     "TRL's name": (
         NOTHING,
