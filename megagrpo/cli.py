@@ -11,6 +11,7 @@ from megagrpo import __version__
 from megagrpo.checkpoint.convert_command import Direction
 from megagrpo.checkpoint.convert_command import convert as convert_checkpoint
 from megagrpo.config.dashed_overrides import refuse_dashed_overrides
+from megagrpo.config.run_sections import ExportDtype
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.launch import Launch
@@ -193,11 +194,21 @@ def convert(
     direction: Annotated[Direction, typer.Argument(help="hf-to-megatron or megatron-to-hf")],
     source: Annotated[Path, typer.Argument(help="folder to read")],
     target: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[model.overrides.FIELD=VALUE]...",
+            help="values that win over the source's config.json; model.ignore_fields=[FIELD] leaves one out",
+        ),
+    ] = None,
+    dtype: Annotated[
+        ExportDtype, typer.Option(help="of the weights, and in the config.json beside them")
+    ] = "source",
 ) -> None:
     """Convert between an HF folder and a Megatron checkpoint, in this process (tools/convert_*.py take tp
     and pp under torchrun).
     """
-    convert_checkpoint(direction, str(source), str(target))
+    convert_checkpoint(direction, str(source), str(target), overrides or [], dtype=dtype)
     print(f"{target} written")
 
 

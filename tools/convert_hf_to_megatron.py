@@ -1,6 +1,7 @@
 """Write a Hugging Face folder as a Megatron distributed checkpoint, readable in any parallel layout.
 
 Usage: python tools/convert_hf_to_megatron.py SOURCE TARGET [--tp N] [--pp N]
+           [--dtype source|float32|bfloat16] [model.overrides.FIELD=VALUE ...] [model.ignore_fields=[FIELD]]
 For models larger than one process's memory start it with torchrun.
 """
 

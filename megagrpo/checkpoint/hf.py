@@ -1,72 +1,97 @@
 """Conversion between HF folders and Megatron distributed checkpoints, on one process or under torchrun."""
 
-import json
 import os
 import shutil
+from collections.abc import Set
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint, write_model_folder
+from megagrpo.config.run_sections import ExportDtype
+from megagrpo.config.training_sections import ModelConfig
 from megagrpo.device import device as device_module
 from megagrpo.errors import UserError
 
 _BF16 = ("bfloat16", "torch.bfloat16")
 
 
-def convert_hf_to_megatron(source: str | Path, target: str | Path, tp: int = 1, pp: int = 1) -> None:
-    """Write the HF folder `source` as a Megatron checkpoint that can be read in any layout.
+def convert_hf_to_megatron(
+    source: ModelConfig, target: str | Path, tp: int = 1, pp: int = 1, dtype: ExportDtype = "source"
+) -> None:
+    """Write an HF folder as a Megatron checkpoint that can be read in any layout.
 
-    bfloat16 weights stay bfloat16, all others are written as float32. Under torchrun the ranks share the work
-    and the memory (tp, pp); a single process needs no launcher.
+    Under torchrun the ranks share the work and the memory (tp, pp); a single process needs no launcher.
+
+    Args:
+        source: the folder, with what is changed in its config.json.
+        dtype: of the weights, named in the config too; source: bfloat16 where the config says so, float32
+            for all others.
 
     Raises:
         UserError: an HF folder that cannot be read, or a target that exists.
     """
-    model = _load(Path(source), tp, pp)
+    folder = _folder_of(source, Path(target))
+    model = _load(folder, tp, pp, dtype, source.changed_fields)
     from megagrpo.models.hf_export import copy_hf_files
     from megagrpo.models.hf_files import check_no_unknown_tensors
     from megagrpo.models.megatron_files import save_megatron_model
 
-    check_no_unknown_tensors(model, source)
+    check_no_unknown_tensors(model, folder)
     staging = _stage(Path(target))
     save_megatron_model(model, staging)
     if dist.get_rank() == 0:
-        copy_hf_files(Path(source), staging / "hf_files")
+        copy_hf_files(folder, staging / "hf_files", dtype=model.config.params_dtype)
         staging.rename(target)
-    _close()
+    _close(source, folder)
 
 
-def convert_megatron_to_hf(source: str | Path, target: str | Path, tp: int = 1, pp: int = 1) -> None:
+def convert_megatron_to_hf(
+    source: ModelConfig, target: str | Path, tp: int = 1, pp: int = 1, dtype: ExportDtype = "source"
+) -> None:
     """Write a Megatron checkpoint (a converted one, or one of a run) as an HF folder that
     `AutoModelForCausalLM` loads.
+
+    Args:
+        source: the checkpoint, with what is changed in its config.json.
+        dtype: of the tensors, named in the config too; source: what the checkpoint's config.json names.
 
     Raises:
         UserError: no such checkpoint, a damaged one, or a target that exists.
     """
-    from megagrpo.config.model_folder import is_megatron_checkpoint
-
-    if not is_megatron_checkpoint(source):
-        raise UserError(f"{source}: not a Megatron checkpoint (no .metadata and hf_files/ in it)")
+    if not is_megatron_checkpoint(source.path):
+        raise UserError(f"{source.path}: not a Megatron checkpoint (no .metadata and hf_files/ in it)")
     if Path(target).exists():
         raise UserError(f"{target}: exists already; choose a new folder")
-    model = _load(Path(source), tp, pp)
+    folder = _folder_of(source, Path(target))
+    model = _load(folder, tp, pp, "source", source.changed_fields)
     from megagrpo.models.hf_export import export_dtype, write_hf_folder
     from megagrpo.weights.export import WeightExporter
 
     tensors = WeightExporter(model).tensors()
     if dist.get_rank() == 0:
-        source_files = Path(source) / "hf_files"
-        write_hf_folder(tensors, source_files, target, export_dtype("source", source_files))
+        files = hf_folder_of(folder)
+        write_hf_folder(tensors, files, target, export_dtype(dtype, files))
     else:
         for _ in tensors:  # takes part in the collectives; the first rank writes
             pass
-    _close()
+    _close(source, folder)
 
 
-def _load(source: Path, tp: int, pp: int):
+def _folder_of(source: ModelConfig, target: Path) -> Path:
+    """Return the folder that is read: the source's, or one beside the target where fields are changed."""
+    if not source.changed_fields:
+        return Path(source.path)
+    folder = target.with_name(target.name + ".source")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for line in write_model_folder(source, folder):
+        print(line)
+    return folder
+
+
+def _load(source: Path, tp: int, pp: int, dtype: ExportDtype, changed_fields: Set[str]):
     device = device_module.setup()
     from megagrpo.checkpoint.identity import check_own_config
-    from megagrpo.config.model_folder import hf_folder_of
     from megagrpo.models.hf_config import read_hf_config
     from megagrpo.models.load_stage import load_stage_model
     from megagrpo.models.precision import build_precision
@@ -75,9 +100,9 @@ def _load(source: Path, tp: int, pp: int):
     from megagrpo.parallel.layout import ParallelLayout
 
     hf = read_hf_config(hf_folder_of(source))
-    check_own_config(source, hf)
-    raw = json.loads((hf_folder_of(source) / "config.json").read_text())
-    recipe = "bf16" if raw.get("dtype", raw.get("torch_dtype")) in _BF16 else "fp32"
+    check_own_config(source, hf, changed_fields)
+    name = dtype if dtype != "source" else hf.raw.get("dtype", hf.raw.get("torch_dtype"))
+    recipe = "bf16" if name in _BF16 else "fp32"
     layout = ParallelLayout(int(os.environ.get("WORLD_SIZE", "1")), tp=tp, pp=pp)
     groups = build_groups(layout, timeout_seconds=600)
     config = build_transformer_config(hf, groups, build_precision(recipe), sp=False)
@@ -95,8 +120,11 @@ def _stage(target: Path) -> Path:
     return staging
 
 
-def _close() -> None:
+def _close(source: ModelConfig, folder: Path) -> None:
+    """End the ranks, and remove the folder that `_folder_of` wrote."""
     from megagrpo.parallel.groups import destroy_groups
 
     dist.barrier()
+    if source.changed_fields and dist.get_rank() == 0:
+        shutil.rmtree(folder)
     destroy_groups()

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from megagrpo.config.section import FREE, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+ExportDtype = Literal["source", "float32", "bfloat16"]
+
 
 class RunConfig(Section):
     """The run as a whole."""
@@ -68,7 +70,7 @@ class CheckpointConfig(Section):
 class ExportConfig(Section):
     """HF folders of the trained weights: DIR/hf, and those in checkpoints."""
 
-    dtype: Annotated[Literal["source", "float32", "bfloat16"], FREE] = Field(
+    dtype: Annotated[ExportDtype, FREE] = Field(
         "source", description="of the tensors and in config.json; source: what the model's config.json names"
     )
 

@@ -8,15 +8,14 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from megagrpo.config.run_sections import ExportDtype
 from megagrpo.errors import UserError
 from megagrpo.models.hf_config import load_config_json
 from megagrpo.models.safetensors_file import safetensors_index, safetensors_names, safetensors_parts
 
-ExportDtype = Literal["source", "float32", "bfloat16"]
 MAX_SHARD_BYTES = 5 * 2**30  # size of one safetensors file of an export, as on the Hugging Face hub
 TOKENIZER_PATTERNS = (
     "tokenizer*",

@@ -20,12 +20,13 @@ def test_saving_forks_no_process_and_tells_a_full_disk(tmp_path):
         def refuse(self): raise AssertionError("a process was started")
         multiprocessing.process.BaseProcess.start = refuse
         from megagrpo.checkpoint.hf import convert_hf_to_megatron
+        from megagrpo.config.training_sections import ModelConfig
         from torch.distributed.checkpoint import filesystem
-        convert_hf_to_megatron("examples/quickstart/model", sys.argv[1] + "/good")
+        convert_hf_to_megatron(ModelConfig(path="examples/quickstart/model"), sys.argv[1] + "/good")
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         def full(*arguments, **options): raise OSError(28, "No space left on device")
         filesystem_async._write_item = full
-        convert_hf_to_megatron("examples/quickstart/model", sys.argv[1] + "/bad")
+        convert_hf_to_megatron(ModelConfig(path="examples/quickstart/model"), sys.argv[1] + "/bad")
         """
     )
     done = subprocess.run(

@@ -2,6 +2,7 @@
 model.path too.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,63 @@ def test_the_command_converts_too(tmp_path):
     assert (tmp_path / "checkpoint" / ".metadata").is_file() and (
         tmp_path / "checkpoint" / "hf_files" / "tokenizer.json"
     ).is_file()
+
+
+def checked_dtype(folder):
+    """The dtype of all tensors, which the config names too."""
+    (dtype,) = {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    return dtype
+
+
+@pytest.mark.distributed
+def test_weights_have_the_dtype_that_is_asked_for_and_the_config_names_it(tmp_path):
+    """float16, which a checkpoint does not keep, is float32 in it and after it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"])
+    model.to(torch.float16).save_pretrained(tmp_path / "source")
+    exact = {
+        name: tensor.float() for name, tensor in load_file(tmp_path / "source/model.safetensors").items()
+    }
+    for arguments in (
+        ("hf_to_megatron", tmp_path / "source", tmp_path / "megatron"),
+        ("megatron_to_hf", tmp_path / "megatron", tmp_path / "float32"),
+        ("megatron_to_hf", tmp_path / "megatron", tmp_path / "bfloat16", "--dtype", "bfloat16"),
+        ("hf_to_megatron", tmp_path / "source", tmp_path / "halved", "--dtype", "bfloat16"),
+        ("megatron_to_hf", tmp_path / "halved", tmp_path / "back"),
+    ):
+        done = tool(f"convert_{arguments[0]}", *arguments[1:])
+        assert done.returncode == 0, done.stderr
+    for name, dtype in (
+        ("float32", torch.float32),
+        ("bfloat16", torch.bfloat16),
+        ("back", torch.bfloat16),
+    ):
+        assert checked_dtype(tmp_path / name) == dtype
+        written = load_file(tmp_path / name / "model.safetensors")
+        assert all(torch.equal(written[key], exact[key].to(dtype)) for key in exact), name
+
+
+@pytest.mark.distributed
+def test_a_conversion_changes_fields_of_the_config_as_a_run_does(tmp_path):
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_config(FAMILIES["llama"]).save_pretrained(source)
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(raw | {"house_note": "x"}))
+    places = (source, tmp_path / "megatron")
+    refused = tool("convert_hf_to_megatron", *places)
+    assert refused.returncode == 2 and "model.ignore_fields=[house_note] leaves it out" in refused.stderr
+    done = tool(
+        "convert_hf_to_megatron",
+        *places,
+        "model.ignore_fields=[house_note]",
+        "model.overrides.rms_norm_eps=0.01",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "model.overrides: rms_norm_eps: 0.01 in place of 1e-06" in done.stdout
+    written = json.loads((tmp_path / "megatron" / "hf_files" / "config.json").read_text())
+    assert "house_note" not in written and written["rms_norm_eps"] == 0.01
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "megatron"}
 
 
 @pytest.mark.distributed
