@@ -132,3 +132,20 @@ ANSWERS_OF_TWO = Chain(
     ],
     fake_engines=2,
 )
+
+SHORT_ANSWERS = Chain(
+    "short answers",
+    2,
+    ["parallel.tp=2", "checkpoint.every=1000", *ENGINE],
+    [
+        [
+            *(
+                once(number, action)
+                for number, action in enumerate(("null", "a dropped connection"), start=1)
+            ),
+            *for_ever("400 MB", 3),
+        ],
+        in_a_publish("not JSON", 4, rf"{WHERE}the answer is not JSON"),
+    ],
+    fake_engines=1,
+)

@@ -77,6 +77,12 @@ def edit_manifest(**values):
     return tamper
 
 
+def say_other_threads(run_dir: Path) -> None:
+    """As a run with OMP_NUM_THREADS=7 would have left it."""
+    versions = json.loads((newest(run_dir) / "manifest.json").read_text())["versions"]
+    edit_manifest(versions=versions | {"threads of a rank": "7"})(run_dir)
+
+
 def put_manifest_back(run_dir: Path) -> None:
     (run_dir / "manifest.kept").rename(newest(run_dir) / "manifest.json")
 
@@ -201,6 +207,12 @@ FOLDERS = Chain(
         damaged("the manifest is cut off", truncate("manifest.json"), 9),
         [
             Case("half a save is left", "goes on", tamper=leave_half_a_save),
+            Case(
+                "another number of threads",
+                "goes on",
+                tamper=say_other_threads,
+                says="warning: threads of a rank: 7 in the checkpoint, 1 in this run; its numbers may differ",
+            ),
             Case("the last row of the metrics is torn", "goes on", tamper=tear_the_last_row),
             ends(10),
         ],

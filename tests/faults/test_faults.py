@@ -7,6 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from answer_cases import SHORT_ANSWERS
 from cases import SHORT
 from engine_cases import SHORT_ENGINES
 from fleet import Fleet
@@ -42,6 +43,12 @@ def assert_bit_equal(result):
 @pytest.mark.parametrize("name", names(SHORT))
 def test_the_run_goes_on_bit_equal_after(results, name):
     assert_bit_equal(results(SHORT)[name])
+
+
+@pytest.mark.parametrize("name", names(SHORT_ANSWERS))
+def test_a_run_loses_nothing_by_wrong_answers_of_a_server(results, name):
+    """Once: it is asked again. For ever: one line, and the last finished step is saved."""
+    assert_bit_equal(results(SHORT_ANSWERS)[name])
 
 
 @pytest.mark.engines
