@@ -87,6 +87,7 @@ class TransferGroup:
 
         Raises:
             RuntimeError (of torch): not all have joined in time.
+            ManifestError: trainer and engine have different versions of NCCL, which would not connect.
         """
         self.address, self.rank, self.device = address, rank, torch.device(device)
         joined = store or dist.TCPStore(
@@ -98,6 +99,7 @@ class TransferGroup:
         self._store: dist.TCPStore | None = joined
         self.timeout_seconds = float(joined.get(_TIMEOUT_KEY))
         joined.set_timeout(timedelta(seconds=self.timeout_seconds))
+        _compare_libraries(joined, address, rank)
         self._all = self._build("all", rank, address.world_size)
         engine_ranks = address.world_size - address.rank_offset
         self._engine = (
@@ -198,6 +200,26 @@ class TransferGroup:
             for backend in filter(None, (self._all, self._engine)):
                 backend.abort()
         self._all = self._engine = self._store = None
+
+
+def _library_version(backend: str) -> str:
+    """Return the version that all members of a group must share; gloo has none."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
+
+
+def _compare_libraries(store: dist.Store, address: GroupAddress, rank: int) -> None:
+    """Compare the versions before anything connects: NCCL itself would end with an error that names neither
+    side, or wait. Collective over the group's processes.
+    """
+    store.set(f"library/{rank}", _library_version(address.backend))
+    versions = [store.get(f"library/{member}").decode() for member in range(address.world_size)]
+    if len(set(versions)) > 1:
+        sides = {"trainer": versions[: address.rank_offset], "engine": versions[address.rank_offset :]}
+        told = "; ".join(f"{side}: {', '.join(sorted(set(side_has)))}" for side, side_has in sides.items())
+        raise ManifestError(
+            f"weights.transport.kind: group: NCCL must be of one version ({told}): install one torch in both "
+            "environments, or take ipc, shared_memory or disk"
+        )
 
 
 def _piece_bytes(entry: TensorEntry, place: list[list[int]]) -> int:
