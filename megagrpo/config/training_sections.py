@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megagrpo.config.section import (
     FREE,
@@ -117,14 +117,34 @@ class UpdateConfig(Section):
     share_prompts: Annotated[bool, FREE] = Field(
         True, description="compute a group's prompt once per micro-batch (local layer spec only)"
     )
-    recompute: Annotated[Literal["none", "selective", "full"], FREE] = Field(
-        "none", description="activation recompute"
+    recompute: Annotated[tuple[Literal["full", "core_attn", "layernorm", "mlp", "moe_act"], ...], FREE] = (
+        Field(
+            (),
+            description="what the backward pass computes again in place of keeping it: whole layers "
+            "(full), or parts: core_attn (of no use with Transformer Engine), layernorm (where it is a "
+            "module of its own), mlp (dense layers), moe_act (experts' activation; Transformer Engine alone)",
+        )
     )
     router_aux_loss_coef: NonNegativeFloat = Field(
         0.0,
         description="weight of the balance loss of each expert layer (DeepSeek-V3, Eq. 17, per sequence); "
         "0: none",
     )
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _read_recompute(cls, value: Any) -> Any:
+        """Take a name alone for a list of one, and none for an empty one."""
+        if isinstance(value, str):
+            return () if value == "none" else (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("recompute")
+    @classmethod
+    def _check_recompute(cls, parts: tuple[str, ...]) -> tuple[str, ...]:
+        if "full" in parts and len(parts) > 1:
+            raise ValueError("full computes whole layers again; name it alone")
+        return parts
 
     @property
     def updates_per_step(self) -> int:

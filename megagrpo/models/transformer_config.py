@@ -1,6 +1,7 @@
 """Megatron's configuration of a model: sizes, precision, pipeline chunks."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ def build_transformer_config(
     groups: ParallelGroups,
     precision: Precision,
     sp: bool,
-    recompute: str = "none",
+    recompute: Sequence[str] = (),
     moe_dispatcher: str = "alltoall",
     router_aux_loss_coef: float = 0.0,
     use_te: bool = False,
@@ -43,6 +44,7 @@ def build_transformer_config(
     division: every division is in our token weights.
 
     Args:
+        recompute: full, or the parts of a layer that are computed again (`update.recompute`).
         use_te: the layers will be Transformer Engine's; see `fused_kernel_fields`.
         overrides: fields of TransformerConfig that take the place of what follows from the rest.
 
@@ -88,10 +90,10 @@ def build_transformer_config(
             f"parallel.cp: {groups.cp.size()}: Transformer Engine's ring attention knows no sliding window; "
             "use cp 1, or model.attention: local"
         )
-    if recompute == "full":
+    if "full" in recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif recompute == "selective":
-        fields |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    elif recompute:
+        fields |= {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
     config = TransformerConfig(**{**fields, **overrides})
     # Set afterwards: Megatron refuses `allgather` with variable lengths, which the dispatcher in experts.py
     # can.

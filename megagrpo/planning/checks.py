@@ -10,10 +10,11 @@ from megagrpo.config.hardware import Hardware, detect_hardware
 from megagrpo.config.messages import field_places
 from megagrpo.config.schema import Config
 from megagrpo.errors import ConfigError
-from megagrpo.parallel.alignment import FP8_ALIGNMENT, token_alignment
+from megagrpo.parallel.alignment import token_alignment
 from megagrpo.parallel.layout import build_layout
 from megagrpo.planning.engine_checks import check_engine
 from megagrpo.planning.file_checks import check_files, read_hf_config
+from megagrpo.planning.hardware_checks import check_hardware
 
 
 def verify_config(config: Config, world_size: int, hardware: Hardware | None = None) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def check_config(
         *_check_spikes(config),
         *_check_checkpoint(config),
         *check_engine(config, world_size, hf_config or {}),
-        *_check_hardware(config, hardware or detect_hardware()),
+        *check_hardware(config, hf_config or {}, hardware or detect_hardware()),
     ]
 
 
@@ -241,25 +242,4 @@ def _check_spikes(config: Config) -> Iterator[str]:
         yield (
             f"spikes.action: {spikes.action}: nothing is judged; set loss_factor, grad_norm_factor or "
             "reward_fraction"
-        )
-
-
-def _check_hardware(config: Config, hardware: Hardware) -> Iterator[str]:
-    if config.precision.recipe in FP8_ALIGNMENT and config.model.attention == "local":
-        yield (
-            f"precision.recipe: {config.precision.recipe}: the layers of model.attention: local compute no "
-            "FP8, and would train in bf16; use auto or te"
-        )
-    missing = " and ".join(hardware.missing_for_transformer_engine())
-    if not missing:
-        return
-    if config.precision.recipe in FP8_ALIGNMENT:
-        yield (
-            f"precision.recipe: {config.precision.recipe}: needs Transformer Engine on CUDA; missing "
-            f"here: {missing}; use fp32 or bf16"
-        )
-    if config.model.attention == "te":
-        yield (
-            f"model.attention: te: needs Transformer Engine on CUDA; missing here: {missing}; use auto or "
-            "local"
         )

@@ -52,7 +52,10 @@ PACKINGS = {
 }
 
 
-def make_config(folder: Path, recompute: str) -> Config:
+RECOMPUTE = {"full": ("full",), "selective": ("core_attn", "layernorm", "mlp")}
+
+
+def make_config(folder: Path, recompute: tuple[str, ...]) -> Config:
     return Config.model_validate(
         {
             "model": {"path": str(folder)},
@@ -124,7 +127,7 @@ def check(folder: Path, expected: dict, layout_name: str, packing_name: str) -> 
     layout = ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes, **uneven, **written)
     sp, recompute = (
         "sp" in layout_name,
-        next((mode for mode in ("full", "selective") if mode in layout_name), "none"),
+        next((modes for name, modes in RECOMPUTE.items() if name in layout_name), ()),
     )
     packing, share, max_tokens = PACKINGS[packing_name]
     config = make_config(folder, recompute)

@@ -270,6 +270,46 @@ def test_fp8_is_refused_with_layers_that_ignore_it(run_file):
     ]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "experts", "hardware", "expected"),
+    [
+        (["update.recompute=moe_act"], 8, NO_GPU, "moe_act: needs the grouped experts of Transformer Engine"),
+        (
+            ["update.recompute=[moe_act]", "precision.recipe=bf16"],
+            None,
+            FULL_GPU,
+            "moe_act: the model has no",
+        ),
+        (["update.recompute=[mlp]"], 8, NO_GPU, "mlp: every layer of the model has experts; take moe_act"),
+        (
+            ["update.recompute=[layernorm]", "precision.recipe=fp8_delayed"],
+            None,
+            FULL_GPU,
+            "layernorm: would move the amax history of precision.recipe: fp8_delayed twice",
+        ),
+        (["update.recompute=[moe_act,layernorm]", "precision.recipe=bf16"], 8, FULL_GPU, None),
+        (["update.recompute=[mlp,layernorm,core_attn]"], None, NO_GPU, None),
+        (["update.recompute=full", "precision.recipe=fp8_delayed"], None, FULL_GPU, None),
+    ],
+)
+def test_parts_that_the_layers_do_not_compute_again_are_refused(
+    run_file, overrides, experts, hardware, expected
+):
+    model = MODEL | ({"num_experts": experts} if experts else {})
+    told = problems_of(run_file, *overrides, model=model, hardware=hardware)
+    if expected is None:
+        assert told == []
+    else:
+        (line,) = told
+        assert line.startswith(f"update.recompute: {expected}")
+
+
+def test_full_is_named_alone_and_none_is_an_empty_list(run_file):
+    assert load_config(run_file, ["update.recompute=none"]).update.recompute == ()
+    with pytest.raises(ConfigError, match="full computes whole layers again; name it alone"):
+        load_config(run_file, ["update.recompute=[full,mlp]"])
+
+
 def test_token_counts_are_aligned_to_cp_and_tp_and_to_fp8_blocks(run_file):
     for overrides, alignment in (
         ([], 1),

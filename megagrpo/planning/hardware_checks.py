@@ -1,0 +1,53 @@
+"""Checks of what needs an accelerator or Transformer Engine."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megagrpo.config.expert_fields import count_experts
+from megagrpo.config.hardware import Hardware
+from megagrpo.config.schema import Config
+from megagrpo.parallel.alignment import FP8_ALIGNMENT
+
+
+def check_hardware(config: Config, hf_config: Mapping[str, Any], hardware: Hardware) -> Iterator[str]:
+    """Yield what is wrong, one line each."""
+    recipe, attention = config.precision.recipe, config.model.attention
+    if recipe in FP8_ALIGNMENT and attention == "local":
+        yield (
+            f"precision.recipe: {recipe}: the layers of model.attention: local compute no "
+            "FP8, and would train in bf16; use auto or te"
+        )
+    missing = " and ".join(hardware.missing_for_transformer_engine())
+    if missing and recipe in FP8_ALIGNMENT:
+        yield (
+            f"precision.recipe: {recipe}: needs Transformer Engine on CUDA; missing "
+            f"here: {missing}; use fp32 or bf16"
+        )
+    if missing and attention == "te":
+        yield (
+            f"model.attention: te: needs Transformer Engine on CUDA; missing here: {missing}; use auto or "
+            "local"
+        )
+    takes_te = attention == "te" or (attention == "auto" and not missing and recipe != "fp32")
+    yield from _check_recompute(config, hf_config, takes_te)
+
+
+def _check_recompute(config: Config, hf_config: Mapping[str, Any], takes_te: bool) -> Iterator[str]:
+    """Yield the parts that the model does not have, or its layers do not recompute."""
+    parts, recipe = config.update.recompute, config.precision.recipe
+    has_experts = count_experts(hf_config) is not None
+    if "moe_act" in parts and hf_config and not has_experts:
+        yield "update.recompute: moe_act: the model has no experts; leave it out"
+    if "moe_act" in parts and not takes_te:
+        yield (
+            "update.recompute: moe_act: needs the grouped experts of Transformer Engine; take full, or "
+            "leave it out"
+        )
+    if "mlp" in parts and has_experts:
+        yield "update.recompute: mlp: every layer of the model has experts; take moe_act"
+    clash = [part for part in ("layernorm", "moe_act") if part in parts]
+    if recipe == "fp8_delayed" and clash:
+        yield (
+            f"update.recompute: {clash[0]}: would move the amax history of precision.recipe: fp8_delayed "
+            "twice; take another recipe, or leave it out"
+        )
