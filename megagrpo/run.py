@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megagrpo.checkpoint.carried import RandomStates
+from megagrpo.checkpoint.resume import check_config
 from megagrpo.checkpoint.run_checkpoints import RunCheckpoints
 from megagrpo.checkpoint.state import Stateful, StateOfNumbers, StateOfRanks
 from megagrpo.config.load import dump_config
@@ -150,7 +151,13 @@ def build_checkpoints(
         "random": StateOfRanks("random", RandomStates(session.groups.rank), session.groups.rank),
     }
     return RunCheckpoints(
-        config,
+        config.checkpoint,
+        run=config.run,
+        model=config.model,
+        model_folder=config.model_folder,
+        export=config.export,
+        config_text=dump_config(config),
+        check_config=partial(check_config, config=config),
         actor=session.actor,
         reference=session.reference.model if session.reference else None,
         parts=parts,

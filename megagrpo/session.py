@@ -1,7 +1,7 @@
 """Builds everything that a run needs, in order, from the configuration."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,21 +10,16 @@ from typing import Any, cast
 import torch
 
 from megagrpo.algorithms.algorithm import Algorithm
-from megagrpo.checkpoint.identity import check_own_config
-from megagrpo.config.model_folder import hf_folder_of, is_megatron_checkpoint, write_model_folder
+from megagrpo.config.model_folder import is_megatron_checkpoint
 from megagrpo.config.rollout_sections import EvaluationSetConfig
 from megagrpo.config.schema import Config
 from megagrpo.device.device import set_deterministic
-from megagrpo.engines.base import Engine
 from megagrpo.engines.replicas import build_rollout_engine, engine_log, owner_of_replica, replicas_of_ranks
 from megagrpo.engines.server.engine import ServerEngine
 from megagrpo.fleet.recovering_publisher import RecoveringPublisher
 from megagrpo.fleet.replica_recovery import ReplicaRecovery
-from megagrpo.models.hf_config import read_hf_config
 from megagrpo.models.hf_files import check_no_unknown_tensors
 from megagrpo.models.load_stage import load_stage_model
-from megagrpo.models.precision import build_precision
-from megagrpo.models.spec import uses_transformer_engine
 from megagrpo.models.stage import StageModel
 from megagrpo.models.transformer_config import build_transformer_config
 from megagrpo.parallel.alignment import sequence_alignment, token_alignment
@@ -40,20 +35,22 @@ from megagrpo.rewards.special_tokens import text_with_special_tokens
 from megagrpo.rollout.data_identity import check_same_on_ranks
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline
-from megagrpo.rollout.prompts import PromptSampler, PromptSource, load_prompts
-from megagrpo.rollout.tokenisation import check_tokenizer, load_tokenizer
+from megagrpo.rollout.prompts import PromptSampler
+from megagrpo.run_inputs import RunInputs, read_inputs
 from megagrpo.supervision.run_lock import RunLock, hold_run_folder
 from megagrpo.telemetry.activity import Counts, count_nothing
 from megagrpo.types import Prompt
 from megagrpo.weights.from_config import build_publisher
 from megagrpo.weights.publisher import Publisher
 
+Building = Callable[[str, Path | None], None]
+"""Told what is built next, and the log of another process that is waited for."""
+
 
 @dataclass
 class Session:
     """The parts of a run on this rank."""
 
-    config: Config
     lock: RunLock
     tokenizer: Any
     groups: ParallelGroups
@@ -82,7 +79,7 @@ def build_session(
     device: torch.device,
     engine_start: Callable[[], AbstractContextManager[None]] = nullcontext,
     note: Callable[[str], None] = lambda line: None,
-    building: Callable[[str, Path | None], None] = lambda what, log: None,
+    building: Building = lambda what, log: None,
     counts: Counts = count_nothing,
 ) -> Session:
     """Check the inputs, then build models, engine, reward workers and data. Collective over all ranks.
@@ -99,48 +96,78 @@ def build_session(
     """
     building("tokenizer and data", None)
     set_deterministic(config.run.deterministic)
-    precision = build_precision(config.precision.recipe)
-    use_te = uses_transformer_engine(config.model.attention, precision.params_dtype)
-    if config.model.changed_fields:
-        for line in write_model_folder(config.model, Path(config.model_folder)):
-            note(line)
-    hf_folder = hf_folder_of(config.model_folder)
-    hf = read_hf_config(hf_folder)
-    check_own_config(config.model_folder, hf, config.model.changed_fields)
-    algorithm = Algorithm(
-        config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens
-    )
-    tokenizer = load_tokenizer(config)
-    check_tokenizer(tokenizer, hf.vocab_size)
-    source, evaluation_prompts = load_prompts(config, tokenizer, hf.max_position_embeddings, note)
-    sets = prompts_by_field(source, evaluation_prompts)
+    inputs = read_inputs(config, note)
     building("the reward workers", None)
-    rewards = RewardPool(
-        config.rewards,
-        {place: list(prompts[0].columns) for place, prompts in sets.items()},
-        None
-        if config.rewards.special_tokens == "strip"
-        else text_with_special_tokens(tokenizer, config.rollout.stop),
-    )
+    rewards = _start_rewards(config, inputs)
     building("the process groups", None)
     layout = build_layout(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
     groups = build_groups(layout, config.run.collective_timeout_seconds)
-    check_same_on_ranks(sets)
+    check_same_on_ranks(inputs.prompts)
     lock = hold_run_folder(Path(config.run.dir))
+    actor, reference = _build_models(config, inputs, groups, device, building, counts)
+    updater, builder = _build_updater(config, inputs, layout, actor, reference, device)
+    generator, publisher = _build_engine(
+        config, inputs, actor, builder, rewards, engine_start, building, counts
+    )
+    return Session(
+        lock=lock,
+        tokenizer=inputs.tokenizer,
+        groups=groups,
+        layout=layout,
+        actor=actor,
+        algorithm=inputs.algorithm,
+        reference=reference,
+        updater=updater,
+        generator=generator,
+        publisher=publisher,
+        pipeline=RolloutPipeline(
+            rollout=config.rollout,
+            algorithm=config.algorithm,
+            num_steps=config.run.steps,
+            seed=config.run.seed,
+            generator=generator,
+            sampler=PromptSampler(inputs.source, config.run.seed),
+            allowed_changes=config.run.allow_config_changes,
+            note=note,
+        ),
+        evaluation_prompts=inputs.evaluation_prompts,
+    )
+
+
+def _start_rewards(config: Config, inputs: RunInputs) -> RewardPool:
+    is_stripped = config.rewards.special_tokens == "strip"
+    return RewardPool(
+        config.rewards,
+        {place: list(prompts[0].columns) for place, prompts in inputs.prompts.items()},
+        None if is_stripped else text_with_special_tokens(inputs.tokenizer, config.rollout.stop),
+    )
+
+
+def _build_models(
+    config: Config,
+    inputs: RunInputs,
+    groups: ParallelGroups,
+    device: torch.device,
+    building: Building,
+    counts: Counts,
+) -> tuple[Actor, Reference | None]:
+    """Collective over all ranks."""
 
     def load_model() -> StageModel:
         transformer_config = build_transformer_config(
-            hf,
+            inputs.hf,
             groups,
-            precision,
+            inputs.precision,
             config.parallel.sp,
             config.update.recompute,
             moe_dispatcher=config.parallel.moe_dispatcher,
             router_aux_loss_coef=config.update.router_aux_loss_coef,
-            use_te=use_te,
+            use_te=inputs.use_te,
             deterministic_mode=config.run.deterministic,
         )
-        return load_stage_model(config.model_folder, hf, transformer_config, groups, device, use_te)
+        return load_stage_model(
+            config.model_folder, inputs.hf, transformer_config, groups, device, inputs.use_te
+        )
 
     building("the actor", None)
     actor = Actor(
@@ -152,9 +179,19 @@ def build_session(
     )
     if not is_megatron_checkpoint(config.model_folder):
         check_no_unknown_tensors(actor.model, config.model_folder)
-    building("the reference" if algorithm.needs_reference else "the update", None)
-    reference = Reference(load_model(), counts) if algorithm.needs_reference else None
-    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    building("the reference" if inputs.algorithm.needs_reference else "the update", None)
+    return actor, Reference(load_model(), counts) if inputs.algorithm.needs_reference else None
+
+
+def _build_updater(
+    config: Config,
+    inputs: RunInputs,
+    layout: ParallelLayout,
+    actor: Actor,
+    reference: Reference | None,
+    device: torch.device,
+) -> tuple[PolicyUpdater, MicroBatchBuilder]:
+    groups, tokenizer, use_te = actor.model.groups, inputs.tokenizer, inputs.use_te
     rules = PackingRules(
         config.update.max_tokens_per_microbatch,
         token_alignment(config.parallel, config.precision.recipe),
@@ -164,11 +201,12 @@ def build_session(
         layout.microbatch_multiple,
         sequence_alignment(config.parallel, use_te),
     )
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     builder = MicroBatchBuilder(device, rules, pad_token_id, use_te, layout.cp, groups.cp_rank)
     updater = PolicyUpdater(
         actor=actor,
         reference=reference,
-        algorithm=algorithm,
+        algorithm=inputs.algorithm,
         groups=groups,
         layout=layout,
         builder=builder,
@@ -178,66 +216,71 @@ def build_session(
         rewards=config.rewards,
         is_comparable=not config.has_narrowed_logprobs,
     )
-    building(f"the rollout engine ({config.engine.name})", engine_log(config, replica=0))
-    engine = build_rollout_engine(config, groups, hf_folder, tokenizer, device, precision.params_dtype)
+    return updater, builder
+
+
+def _build_engine(
+    config: Config,
+    inputs: RunInputs,
+    actor: Actor,
+    builder: MicroBatchBuilder,
+    rewards: RewardPool,
+    engine_start: Callable[[], AbstractContextManager[None]],
+    building: Building,
+    counts: Counts,
+) -> tuple[RolloutGenerator, Publisher]:
+    """Return what generates, and what brings weights to it. Collective over all ranks."""
+    groups, run_dir = actor.model.groups, Path(config.run.dir)
+    building(f"the rollout engine ({config.engine.name})", engine_log(config.engine, run_dir, replica=0))
+    engine = build_rollout_engine(
+        config.engine,
+        run_dir,
+        config.longest_sequence_tokens,
+        groups,
+        inputs.hf_folder,
+        inputs.tokenizer,
+        builder.device,
+        inputs.precision.params_dtype,
+    )
     generator = RolloutGenerator(
         engine,
         rewards,
         groups,
-        replicas_of_ranks(config, groups.world_size),
+        replicas_of_ranks(config.engine, groups.world_size),
         is_embedded=engine.is_embedded,
         revive=lambda: isinstance(publisher, RecoveringPublisher) and publisher.revive(),
         counts=counts,
     )
     building("the plan of weights", None)
-    publisher = _watch_replicas(
-        build_publisher(config, actor, builder, engine, source.prompts, counts),
-        config,
+    publisher = build_publisher(
+        config.weights,
+        config.engine,
+        actor,
+        builder,
         engine,
-        generator,
-        engine_start,
+        inputs.source.prompts,
+        run_dir=run_dir,
+        timeout_seconds=config.run.collective_timeout_seconds,
+        recipe=config.precision.recipe,
+        max_new_tokens=config.rollout.max_new_tokens,
+        counts=counts,
     )
-    sampler = PromptSampler(source, config.run.seed)
-    return Session(
-        config=config,
-        lock=lock,
-        tokenizer=tokenizer,
-        groups=groups,
-        layout=layout,
-        actor=actor,
-        algorithm=algorithm,
-        reference=reference,
-        updater=updater,
-        generator=generator,
-        publisher=publisher,
-        pipeline=RolloutPipeline(
-            rollout=config.rollout,
-            algorithm=config.algorithm,
-            num_steps=config.run.steps,
-            seed=config.run.seed,
-            generator=generator,
-            sampler=sampler,
-            allowed_changes=config.run.allow_config_changes,
-            note=note,
-        ),
-        evaluation_prompts=evaluation_prompts,
-    )
+    if not engine.is_embedded:
+        publisher = _watch_replicas(publisher, config.engine.server.num_replicas, generator, engine_start)
+    return generator, publisher
 
 
 def _watch_replicas(
     publisher: Publisher,
-    config: Config,
-    engine: Engine,
+    num_replicas: int,
     generator: RolloutGenerator,
     engine_start: Callable[[], AbstractContextManager[None]],
 ) -> Publisher:
     """Let engines in processes of their own be started anew where they are lost."""
-    if engine.is_embedded:
-        return publisher
-    groups, num_replicas = generator.groups, config.engine.server.num_replicas
+    groups = generator.groups
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     recovery = ReplicaRecovery(
-        cast(ServerEngine, engine),
+        cast(ServerEngine, generator.engine),
         generator.replicas,
         owners,
         groups.rank,
@@ -245,12 +288,3 @@ def _watch_replicas(
         waiting=engine_start,
     )
     return RecoveringPublisher(publisher, recovery)
-
-
-def prompts_by_field(
-    source: PromptSource, held_out: list[tuple[EvaluationSetConfig, list[Prompt]]]
-) -> dict[str, Sequence[Prompt]]:
-    """Return the prompts of each data set, by the field that names the set."""
-    return {"data.source": source.prompts} | {
-        f"evaluation.sets.{number}.source": prompts for number, (_, prompts) in enumerate(held_out)
-    }

@@ -22,6 +22,7 @@ LAYERS = (
     ("train", "cli"),
     ("run",),
     ("trainer", "session"),
+    ("run_inputs",),
     ("checkpoint", "fleet", "planning"),
     ("weights", "evaluation"),
     ("policy", "rollout"),
@@ -48,9 +49,7 @@ FILE_LINES, FUNCTION_LINES, ROOM_SHARE = 300, 80, 0.15
 LONG_FILES = {
     "wire/manifest.py": "one format, written and read",
 }
-LONG_FUNCTIONS = {
-    "session.py build_session": "wires every part of a run, once, from top to bottom",
-}
+LONG_FUNCTIONS = {}
 UPWARD: dict[tuple[str, str], str] = {}
 CIRCLES: dict[frozenset[str], str] = {}
 # What names pickles. Reading one runs what it says: beside these places each is an open door.

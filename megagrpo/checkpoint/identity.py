@@ -106,6 +106,50 @@ def compare_weights(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[st
     return problems
 
 
+class ReferenceWeights:
+    """What a run's checkpoints say of the frozen weights: that they hold them, or whose they are."""
+
+    def __init__(self, folder: str | Path, are_saved: bool):
+        """`folder`: the model that they come from; `are_saved`: in every checkpoint."""
+        self.folder, self.are_saved = folder, are_saved
+        self._described: Mapping[str, Any] | None = None
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return what a manifest says; the checksums of whole model files are taken once. Collective over
+        all ranks.
+        """
+        if self.are_saved:
+            return {"saved": True, "source": self.folder}
+        return self._own()
+
+    def lie_in(self, checkpoint: Path, saved: Mapping[str, Any] | None) -> bool:
+        """Say whether a checkpoint holds them; where it names them instead, they must be this run's.
+        Collective over all ranks.
+
+        Args:
+            saved: what its manifest says.
+
+        Raises:
+            UserError: the run has others, one line for each file.
+        """
+        if saved is None or saved.get("saved"):
+            return saved is not None
+        if problems := compare_weights(saved, self._own()):
+            raise UserError(
+                "\n".join(
+                    f"{checkpoint}: the reference weights were those of {saved['source']}, model.path "
+                    f"{self.folder} differs: {problem}"
+                    for problem in problems
+                )
+            )
+        return False
+
+    def _own(self) -> Mapping[str, Any]:
+        if self._described is None:
+            self._described = describe_weights(self.folder)
+        return self._described
+
+
 def share_out(items: list) -> list:
     """Return this rank's part of a list that all ranks hold."""
     import torch.distributed as dist

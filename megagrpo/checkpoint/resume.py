@@ -99,13 +99,13 @@ def check_identity(choice: Choice, model: Mapping[str, Any], tokenizer: Mapping[
         )
 
 
-def check_config(choice: Choice, config: Config, updates: int) -> list[str]:
+def check_config(choice: Choice, updates: int, config: Config) -> list[str]:
     """Compare the configurations field by field; return what to tell the user, one line each.
 
     Args:
         choice: the checkpoint.
-        config: of this run.
         updates: optimizer updates that the checkpoint has behind it.
+        config: of this run, the whole of it.
 
     Raises:
         UserError: lists all changes that are neither harmless nor allowed by name.

@@ -13,22 +13,21 @@ from megagrpo.checkpoint.agreement import SaveError
 from megagrpo.checkpoint.commit import Contents
 from megagrpo.checkpoint.folder import Retention, step_of
 from megagrpo.checkpoint.hf_share import FOLDER, collect_share
-from megagrpo.checkpoint.identity import compare_weights, describe_model, describe_tokenizer, describe_weights
+from megagrpo.checkpoint.identity import ReferenceWeights, describe_model, describe_tokenizer
 from megagrpo.checkpoint.manager import CheckpointManager, Saved
 from megagrpo.checkpoint.manifest import FileContents, Manifest
 from megagrpo.checkpoint.resume import (
     CONFIG_FILE,
     Choice,
-    check_config,
     check_identity,
     choose_checkpoint,
     compare_environments,
 )
 from megagrpo.checkpoint.shards import ShardCollector, load_shards
 from megagrpo.checkpoint.state import STATE_FILE, Stateful, TrainerState
-from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
-from megagrpo.config.schema import Config
+from megagrpo.config.run_sections import CheckpointConfig, ExportConfig, RunConfig
+from megagrpo.config.training_sections import ModelConfig
 from megagrpo.errors import UserError
 from megagrpo.models.hf_export import copy_hf_files, export_dtype
 from megagrpo.models.stage import StageModel
@@ -43,8 +42,14 @@ class RunCheckpoints:
 
     def __init__(
         self,
-        config: Config,
+        settings: CheckpointConfig,
         *,
+        run: RunConfig,
+        model: ModelConfig,
+        model_folder: str,
+        export: ExportConfig,
+        config_text: str,
+        check_config: Callable[[Choice, int], list[str]],
         actor: Actor,
         reference: StageModel | None,
         parts: Mapping[str, Stateful],
@@ -52,17 +57,26 @@ class RunCheckpoints:
         tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         note: Callable[[str], None],
     ):
-        """Args:
-        config: of the run, the whole of it: it is saved, and compared with that of a checkpoint.
-        parts: whose states are kept beside the weights.
-        tensors: streams the full HF tensors, for exports. Collective.
-        note: told what the user should know, line by line.
+        """Look at nothing yet: `resume` comes first.
+
+        Args:
+            run: its folder, length and `resume`.
+            model: where the weights and the tokenizer came from.
+            model_folder: the model as the run reads it.
+            export: how HF folders are written.
+            config_text: the whole configuration, as it is saved.
+            check_config: compares the run's configuration with that of a checkpoint, which has so many
+                updates behind it; returns what to tell the user, or raises UserError.
+            parts: whose states are kept beside the weights.
+            tensors: streams the full HF tensors, for exports. Collective.
+            note: told what the user should know, line by line.
         """
-        self.config, self.actor, self.reference, self.parts = config, actor, reference, dict(parts)
-        self.settings, self.groups = config.checkpoint, actor.model.groups
-        self.hf_folder = hf_folder_of(config.model_folder)
+        self.settings, self.run, self.model = settings, run, model
+        self.actor, self.reference, self.parts = actor, reference, dict(parts)
+        self.groups, self.hf_folder = actor.model.groups, hf_folder_of(model_folder)
+        self._config_text, self._check_config = config_text, check_config
         exports = bool(self.settings.hf_every)
-        self._export_dtype = export_dtype(config.export.dtype, self.hf_folder) if exports else None
+        self._export_dtype = export_dtype(export.dtype, self.hf_folder) if exports else None
         self._tensors, self._note = tensors, note
         retention = Retention(
             self.settings.keep_last,
@@ -71,14 +85,13 @@ class RunCheckpoints:
             self.settings.best_mode,
         )
         self.manager = CheckpointManager(
-            Path(config.run.dir) / "checkpoints",
+            Path(run.dir) / "checkpoints",
             ShardCollector(actor, reference if self.settings.save_reference else None),
             retention,
             self.settings.asynchronous,
         )
         self._model, self._tokenizer = describe_model(actor.model.hf), describe_tokenizer(tokenizer)
-        # checksums of whole model files: taken once, when first needed
-        self._reference_weights: Mapping | None = None
+        self._frozen = ReferenceWeights(model.path, settings.save_reference) if reference else None
         self._captured: dict[str, Snapshot] = {}  # of the parts, as they were at the end of the step
         self._saved_step: int | None = None  # of the newest good checkpoint
         self._retry, self._last_error = False, ""
@@ -93,10 +106,11 @@ class RunCheckpoints:
         """
         # what the first save would make training wait for is done now
         if self.settings.every or self.settings.hf_every:
-            self._describe_reference()
+            if self._frozen is not None:
+                self._frozen.describe()
             if self.settings.asynchronous:
                 self.manager.warm_up()
-        if self.config.run.resume == "never":
+        if self.run.resume == "never":
             if found := self.manager.candidates():
                 raise UserError(
                     f"run.resume: never: {found[0]} is there already and a new run would mix its "
@@ -118,21 +132,10 @@ class RunCheckpoints:
     def _restore(self, choice: Choice) -> TrainerState:
         check_identity(choice, self._model, self._tokenizer)
         state = TrainerState.load(choice.path)
-        notes = choice.notes + check_config(choice, self.config, state.updates)
+        notes = choice.notes + self._check_config(choice, state.updates)
         notes += compare_environments(choice.manifest.versions, _environment())
-        saved = choice.manifest.reference
-        if self.reference is not None and saved is not None and not saved.get("saved"):
-            problems = compare_weights(saved, self._weights())
-            if problems:
-                raise UserError(
-                    "\n".join(
-                        f"{choice.path}: the reference weights were those of {saved['source']}, "
-                        f"model.path {self.config.model.path} differs: {problem}"
-                        for problem in problems
-                    )
-                )
-        has_reference = self.reference is not None and saved is not None and bool(saved.get("saved"))
-        load_shards(choice.path, self.actor, self.reference if has_reference else None)
+        is_read = self._frozen is not None and self._frozen.lie_in(choice.path, choice.manifest.reference)
+        load_shards(choice.path, self.actor, self.reference if is_read else None)
         for name, part in self.parts.items():
             if name in state.parts:
                 part.restore(state.parts[name], choice.path)
@@ -147,7 +150,7 @@ class RunCheckpoints:
     def is_due(self, step: int) -> bool:
         """Say whether a checkpoint is saved after `step`."""
         every, hf_every = self.settings.every, self.settings.hf_every
-        periodic = bool(every) and (step % every == 0 or step == self.config.run.steps)
+        periodic = bool(every) and (step % every == 0 or step == self.run.steps)
         return periodic or bool(hf_every and step % hf_every == 0) or self._retry
 
     @property
@@ -158,7 +161,7 @@ class RunCheckpoints:
     @property
     def how_to_go_on(self) -> str:
         """What the command that goes on from the newest checkpoint needs beside this run's."""
-        return "" if self.config.run.resume == "auto" else "with run.resume=auto "
+        return "" if self.run.resume == "auto" else "with run.resume=auto "
 
     def capture(self) -> None:
         """Take the states of all parts, at the end of a step: it may be saved in the midst of the next.
@@ -229,14 +232,14 @@ class RunCheckpoints:
             layout=asdict(self.groups.layout),
             versions=_environment(),
             files=(),
-            reference=self._describe_reference(),
+            reference=None if self._frozen is None else self._frozen.describe(),
             score=metrics.get(f"{names.EVALUATION}{self.settings.best_metric}"),
         )
         parts = {name: dict(snapshot.state) for name, snapshot in self._captured.items()}
         own_files = [snapshot.files() for snapshot in self._captured.values()]
         contents = Contents(
             manifest,
-            {STATE_FILE: replace(state, parts=parts).to_json(), CONFIG_FILE: dump_config(self.config)},
+            {STATE_FILE: replace(state, parts=parts).to_json(), CONFIG_FILE: self._config_text},
             {name: contents for files in own_files for name, contents in files.items()},
             *self._exports(state.step),
         )
@@ -263,19 +266,7 @@ class RunCheckpoints:
         return collect, copy_files
 
     def _copy_hf_files(self, target: Path, dtype: torch.dtype | None = None) -> None:
-        copy_hf_files(self.hf_folder, target, self.config.model.tokenizer, dtype)
-
-    def _describe_reference(self) -> Mapping | None:
-        if self.reference is None:
-            return None
-        if self.settings.save_reference:
-            return {"saved": True, "source": self.config.model.path}
-        return self._weights()
-
-    def _weights(self) -> Mapping:
-        if self._reference_weights is None:
-            self._reference_weights = describe_weights(self.config.model.path)
-        return self._reference_weights
+        copy_hf_files(self.hf_folder, target, self.model.tokenizer, dtype)
 
     def _done(self, saved: Saved | None) -> None:
         if saved is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megagrpo.config.schema import Config
+from megagrpo.config.engine import EngineConfig
 from megagrpo.engines import ENGINES, Engine
 from megagrpo.errors import UserError
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
@@ -26,25 +26,25 @@ def owner_of_replica(replica: int, world_size: int, num_replicas: int) -> int:
     return -(-replica * world_size // num_replicas)
 
 
-def replicas_of_ranks(config: Config, world_size: int) -> list[int]:
+def replicas_of_ranks(config: EngineConfig, world_size: int) -> list[int]:
     """Return the replica that each rank generates through; an embedded engine is every rank's own."""
-    if ENGINES.find(config.engine.name).is_embedded:
+    if ENGINES.find(config.name).is_embedded:
         return list(range(world_size))
-    return [
-        replica_of_rank(rank, world_size, config.engine.server.num_replicas) for rank in range(world_size)
-    ]
+    return [replica_of_rank(rank, world_size, config.server.num_replicas) for rank in range(world_size)]
 
 
-def engine_log(config: Config, replica: int) -> Path | None:
+def engine_log(config: EngineConfig, run_dir: Path, replica: int) -> Path | None:
     """Return the log of a server that the run starts; None where it starts none."""
-    if ENGINES.find(config.engine.name).is_embedded or config.engine.server.addresses:
+    if ENGINES.find(config.name).is_embedded or config.server.addresses:
         return None
-    name = config.engine.name.rpartition(":")[2]  # of FILE.py:NAME
-    return Path(config.run.dir) / "engines" / f"{name}_{replica}.log"
+    name = config.name.rpartition(":")[2]  # of FILE.py:NAME
+    return run_dir / "engines" / f"{name}_{replica}.log"
 
 
 def build_rollout_engine(
-    config: Config,
+    config: EngineConfig,
+    run_dir: Path,
+    longest_sequence_tokens: int,
     groups: ParallelGroups,
     hf_folder: str | Path,
     tokenizer: Any,
@@ -54,27 +54,27 @@ def build_rollout_engine(
     """Return this rank's engine: embedded, or its view of the replica that it shares with its neighbours.
     Collective over all ranks.
 
-    Owners start their servers at the same time, with logs in the run folder (engines/NAME_REPLICA.log); the
-    others learn the addresses.
+    Owners start their servers at the same time, with logs in `run_dir`/engines/NAME_REPLICA.log; the
+    others learn the addresses. A server has room for `longest_sequence_tokens`, unless `config` says more.
 
     Raises:
         UserError: on all ranks alike: a server doesn't start, isn't there, has another model than the one
             that is wanted, or can't be reached from a rank's host.
     """
-    factory = ENGINES.find(config.engine.name)
+    factory = ENGINES.find(config.name)
     options = {"tokenizer": tokenizer, "device": device, "dtype": dtype}
     if factory.is_embedded:
-        return factory(hf_folder, config.engine, **options)
-    engine_config = _with_context(config)
-    num_replicas = engine_config.server.num_replicas
+        return factory(hf_folder, config, **options)
+    config = _with_context(config, longest_sequence_tokens)
+    num_replicas = config.server.num_replicas
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
     owner = owner_of_replica(replica, groups.world_size, num_replicas)
-    log_file = engine_log(config, replica)
-    given = config.engine.server.addresses[replica] if config.engine.server.addresses else None
+    log_file = engine_log(config, run_dir, replica)
+    given = config.server.addresses[replica] if config.server.addresses else None
     engine, address, problem = None, None, None
     if groups.rank == owner:
         try:
-            engine = factory(hf_folder, engine_config, **options, address=given, log_file=log_file)
+            engine = factory(hf_folder, config, **options, address=given, log_file=log_file)
             address = engine.address
             engine.check_model()
         except UserError as error:
@@ -87,18 +87,18 @@ def build_rollout_engine(
         if engine is not None:
             engine.close()
         raise UserError("\n".join(problems))
-    return engine or factory(hf_folder, engine_config, **options, address=found[owner][0], is_owner=False)
+    return engine or factory(hf_folder, config, **options, address=found[owner][0], is_owner=False)
 
 
-def _with_context(config: Config) -> Any:
-    """Return the `engine:` section, whose servers have room for the run's longest sequence and no more: one
-    of all the positions of a model (Llama 3.1: 17 GB of keys and values) may not fit beside the trainer.
+def _with_context(config: EngineConfig, longest_sequence_tokens: int) -> Any:
+    """Return the section with servers that have room for the run's longest sequence and no more: one of all
+    the positions of a model (Llama 3.1: 17 GB of keys and values) may not fit beside the trainer.
     """
-    server = config.engine.server
+    server = config.server
     if server.max_model_len is not None:
-        return config.engine
-    server = server.model_copy(update={"max_model_len": config.longest_sequence_tokens})
-    return config.engine.model_copy(update={"server": server})
+        return config
+    server = server.model_copy(update={"max_model_len": longest_sequence_tokens})
+    return config.model_copy(update={"server": server})
 
 
 def _unreachable(groups: ParallelGroups, num_replicas: int, hosts: list[str]) -> list[str]:

@@ -24,23 +24,26 @@ def format_inputs(config: Config) -> str:
         UserError: what the run would stop at: a row, the tokenizer, a chat template, a reward.
     """
     # with torch and transformers, which the arithmetic needs none of
-    from megagrpo.rollout.prompts import describe_prompt, load_prompts
+    from megagrpo.rollout.prompts import describe_prompt, load_prompts, prompts_by_field
     from megagrpo.rollout.tokenisation import check_tokenizer, load_tokenizer
 
     hf = read_hf_config(config.model) or {}
-    tokenizer, context = load_tokenizer(config), hf.get("max_position_embeddings")
+    tokenizer, context = load_tokenizer(config.model), hf.get("max_position_embeddings")
     if isinstance(vocabulary := hf.get("vocab_size"), int):
         check_tokenizer(tokenizer, vocabulary)
     lines: list[str] = []
     source, held_out = load_prompts(
-        config, tokenizer, context if isinstance(context, int) else None, lines.append
+        config.data,
+        config.evaluation.sets,
+        config.rollout.max_new_tokens,
+        tokenizer,
+        context if isinstance(context, int) else None,
+        lines.append,
     )
     lines.append(f"last of them: {describe_prompt(source[len(source) - 1], tokenizer)}")
     lines.append(_describe_epoch(config, source))
     lines += [f"{each.name}: {len(prompts)} held-out prompts" for each, prompts in held_out]
-    sets = {"data.source": source.prompts} | {
-        f"evaluation.sets.{number}.source": prompts for number, (_, prompts) in enumerate(held_out)
-    }
+    sets = prompts_by_field(source, held_out)
     rewards = [
         f"{place}: {_describe_reward(reward)}"
         for place, reward in zip(sets, try_rewards(config, tokenizer, sets), strict=True)

@@ -4,13 +4,12 @@ can be resumed.
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from megagrpo.config.rollout_sections import DataConfig, EvaluationSetConfig
-from megagrpo.config.schema import Config
 from megagrpo.errors import UserError
 from megagrpo.rollout.data_sources import read_rows
 from megagrpo.rollout.tokenisation import PromptTokeniser
@@ -162,30 +161,45 @@ class PromptSampler:
 
 
 def load_prompts(
-    config: Config, tokenizer: Any, context_tokens: int | None, note: Callable[[str], None]
+    training: DataConfig,
+    held_out_sets: Sequence[EvaluationSetConfig],
+    max_new_tokens: int,
+    tokenizer: Any,
+    context_tokens: int | None,
+    note: Callable[[str], None],
 ) -> tuple[PromptSource, list[tuple[EvaluationSetConfig, list[Prompt]]]]:
     """Load and check the training prompts and all held-out sets.
 
     Args:
-        config: of the run.
+        training: the training prompts; held-out sets are read in the same way.
+        max_new_tokens: length limit of a completion.
         tokenizer: the run's.
         context_tokens: most tokens that the model takes; None = not checked.
         note: told, line by line, the first training prompt as the engine gets it and what was done to rows.
     """
 
     def load(data: DataConfig, place: str) -> PromptSource:
-        source = PromptSource(data, tokenizer, config.rollout.max_new_tokens, context_tokens, place)
+        source = PromptSource(data, tokenizer, max_new_tokens, context_tokens, place)
         for line in source.notes():
             note(line)
         return source
 
-    source = load(config.data, "data.source")
+    source = load(training, "data.source")
     held_out = []
-    for number, evaluation in enumerate(config.evaluation.sets):
-        data = config.data.model_copy(update={"source": evaluation.source, "limit": evaluation.limit})
+    for number, evaluation in enumerate(held_out_sets):
+        data = training.model_copy(update={"source": evaluation.source, "limit": evaluation.limit})
         held_out.append((evaluation, load(data, f"evaluation.sets.{number}.source").prompts))
     note(f"first of {len(source)} prompts: {describe_prompt(source[0], tokenizer)}")
     return source, held_out
+
+
+def prompts_by_field(
+    source: PromptSource, held_out: Sequence[tuple[EvaluationSetConfig, list[Prompt]]]
+) -> dict[str, Sequence[Prompt]]:
+    """Return the prompts of each data set, by the field that names the set."""
+    return {"data.source": source.prompts} | {
+        f"evaluation.sets.{number}.source": prompts for number, (_, prompts) in enumerate(held_out)
+    }
 
 
 def describe_prompt(prompt: Prompt, tokenizer: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.rollout_sections import DataConfig
-from megagrpo.config.schema import Config
+from megagrpo.config.training_sections import ModelConfig
 from megagrpo.errors import UserError
 from megagrpo.rollout.time_limit import time_limit
 from megagrpo.types import Prompt
@@ -13,11 +13,11 @@ from megagrpo.types import Prompt
 TEMPLATE_SECONDS = 10.0  # for the messages of one row; a template takes less than a millisecond
 
 
-def load_tokenizer(config: Config) -> Any:
+def load_tokenizer(model: ModelConfig) -> Any:
     """Load the run's tokenizer; whatever transformers raises for a broken folder becomes one line."""
     from transformers import AutoTokenizer  # seconds, which a dry run's other mistakes need not wait for
 
-    folder = config.model.tokenizer or hf_folder_of(config.model.path)
+    folder = model.tokenizer or hf_folder_of(model.path)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # OSError, ValueError, KeyError, ... by what is broken

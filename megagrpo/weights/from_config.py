@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megagrpo.config.schema import Config
+from megagrpo.config.engine import EngineConfig, WeightsConfig
 from megagrpo.device.device import has_cuda
 from megagrpo.engines.base import EmbeddedEngine, Engine
 from megagrpo.engines.bucket_engine import BucketEngine
@@ -146,57 +146,56 @@ def build_transport(
 
 
 def build_publisher(
-    config: Config,
+    weights: WeightsConfig,
+    engine_config: EngineConfig,
     actor: Actor,
     builder: MicroBatchBuilder,
     engine: Engine,
     prompts: Sequence[Prompt],
+    *,
+    run_dir: Path,
+    timeout_seconds: float,
+    recipe: str,
+    max_new_tokens: int,
     counts: Counts = count_nothing,
 ) -> Publisher:
     """Return what brings the actor's weights to this rank's engine. Collective over all ranks.
 
     Args:
         prompts: of the run, the same on all ranks: engine and actor are compared on some of them.
+        run_dir: where `disk` writes, unless `weights` names another folder.
+        timeout_seconds: of a collective.
+        recipe: `precision.recipe`, which says how far engine and actor may differ.
+        max_new_tokens: of a completion.
 
     Raises:
         UserError: the transport does not fit the machines or the engine.
     """
-    model, groups, weights = actor.model, actor.model.groups, config.weights
+    model, groups = actor.model, actor.model.groups
     exporter = WeightExporter(model, weights.bucket_bytes)
     if engine.is_embedded:
         return LocalPublisher(exporter, cast(EmbeddedEngine, engine))
     server = cast(BucketEngine, engine)
-    num_replicas = config.engine.server.num_replicas
+    num_replicas = engine_config.server.num_replicas
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     replica = replica_of_rank(groups.rank, groups.world_size, num_replicas)
-    host, are_started_here = urlsplit(server.address).hostname or "", not config.engine.server.addresses
+    host, are_started_here = urlsplit(server.address).hostname or "", not engine_config.server.addresses
     name = choose_transport(weights.transport.kind, server.transports, host, are_started_here)
-    grid, quantize = (
-        EngineGrid(num_replicas, config.engine.server.tensor_parallel),
-        config.engine.server.quantization != "none",
-    )
+    grid = EngineGrid(num_replicas, engine_config.server.tensor_parallel)
+    quantize = engine_config.server.quantization != "none"
 
     def transport(grid: EngineGrid) -> Transport:
-        folder = Path(getattr(weights.transport, "folder", None) or Path(config.run.dir) / "weights")
-        timeout = float(config.run.collective_timeout_seconds)
+        folder = Path(getattr(weights.transport, "folder", None) or run_dir / "weights")
+        timeout = float(timeout_seconds)
         # an engine must answer that nothing came before its own silence is taken for its end
         if name == "group":
-            timeout = min(timeout, config.engine.server.request_timeout_seconds / GROUP_WAITS_IN_A_REQUEST)
+            timeout = min(timeout, engine_config.server.request_timeout_seconds / GROUP_WAITS_IN_A_REQUEST)
         return build_transport(
-            name,
-            model,
-            grid,
-            owners,
-            server.dtype,
-            weights.bucket_bytes,
-            timeout,
-            folder,
-            quantize,
+            name, model, grid, owners, server.dtype, weights.bucket_bytes, timeout, folder, quantize
         )
 
     probe = None
     if weights.probe_tokens:
-        max_gap = weights.probe_max_gap or PROBE_MAX_GAP.get(config.precision.recipe, PROBE_MAX_GAP_ROUNDED)
         probe = LogprobProbe(
             actor,
             builder,
@@ -204,8 +203,8 @@ def build_publisher(
             replica,
             server.is_owner,
             choose_prompts(prompts),
-            min(weights.probe_tokens, config.rollout.max_new_tokens),  # they fit wherever a sequence does
-            max_gap,
+            min(weights.probe_tokens, max_new_tokens),  # they fit wherever a sequence does
+            weights.probe_max_gap or PROBE_MAX_GAP.get(recipe, PROBE_MAX_GAP_ROUNDED),
         )
     sharded = (
         transport(replace(grid, layout="sharded")) if weights.layout != "full" and not quantize else None

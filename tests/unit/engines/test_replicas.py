@@ -69,21 +69,25 @@ def test_an_engine_of_the_users_own_is_built_where_the_configuration_names_it(
 ):
     config = config_with("InRanks")
     verify_components(config)
-    assert replicas_of_ranks(config, 3) == [0, 1, 2]
-    engine = build_rollout_engine(config, OneRank(), "folder", "tokenizer", "cpu", "float32")
+    assert replicas_of_ranks(config.engine, 3) == [0, 1, 2]
+    engine = build_rollout_engine(
+        config.engine, tmp_path, 64, OneRank(), "folder", "tokenizer", "cpu", "float32"
+    )
     assert engine.built_with == ("folder", config.engine.name, "tokenizer")
 
     config = config_with("InServers")
     verify_components(config)
-    assert replicas_of_ranks(config, 3) == [0, 0, 0]
+    assert replicas_of_ranks(config.engine, 3) == [0, 0, 0]
     monkeypatch.setattr(replicas, "all_gather_metadata", lambda value: [value])
-    engine = build_rollout_engine(config, OneRank(), "folder", "tokenizer", "cpu", "float32")
+    engine = build_rollout_engine(
+        config.engine, tmp_path, 64, OneRank(), "folder", "tokenizer", "cpu", "float32"
+    )
     assert engine.log_file.parts[-2:] == ("engines", "InServers_0.log")
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 37 + 11), (300, 300)])
 def test_servers_have_room_for_the_longest_sequence_of_the_run_unless_told(
-    config_with, monkeypatch, given, expected
+    config_with, monkeypatch, given, expected, tmp_path
 ):
     """Not for all positions of the model: keys and values for them may not fit beside the trainer."""
     config = config_with("InServers")
@@ -96,7 +100,16 @@ def test_servers_have_room_for_the_longest_sequence_of_the_run_unless_told(
         }
     )
     monkeypatch.setattr(replicas, "all_gather_metadata", lambda value: [value])
-    engine = build_rollout_engine(config, OneRank(), "folder", "tokenizer", "cpu", "float32")
+    engine = build_rollout_engine(
+        config.engine,
+        tmp_path,
+        config.longest_sequence_tokens,
+        OneRank(),
+        "folder",
+        "tokenizer",
+        "cpu",
+        "float32",
+    )
     assert engine.server.max_model_len == expected
 
 

@@ -76,14 +76,14 @@ def test_a_held_out_set_tells_its_own_dropped_rows_and_may_not_lose_all(tmp_path
         ],
     )
     told = []
-    load_prompts(config, character_tokenizer, None, told.append)
+    load_prompts(config.data, config.evaluation.sets, 8, character_tokenizer, None, told.append)
     assert told[:-1] == [
         f"warning: evaluation.sets.0.source: {tmp_path}/held.jsonl: 2 of 3 rows are dropped: over "
         "data.max_prompt_tokens=4, the longest has 7 tokens (data.overlong_prompts=drop)"
     ]
     (tmp_path / "held.jsonl").write_text('{"prompt": "12345"}\n')
     with pytest.raises(UserError, match=r"evaluation\.sets\.0\.source: .*: no prompts: all 1 rows are over"):
-        load_prompts(config, character_tokenizer, None, told.append)
+        load_prompts(config.data, config.evaluation.sets, 8, character_tokenizer, None, told.append)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,9 @@ def test_the_first_prompt_is_told_as_the_engine_gets_it(tmp_path, character_toke
         [f"data={{source: {tmp_path}/rows.jsonl}}", "evaluation.sets=[]"],
     )
     told = []
-    load_prompts(config, adds(character_tokenizer, "<bos> $A <eos>"), None, told.append)
+    load_prompts(
+        config.data, config.evaluation.sets, 8, adds(character_tokenizer, "<bos> $A <eos>"), None, told.append
+    )
     assert told[-1] == 'first of 1 prompts: "<bos>1+\\n2" (5 tokens)'
     assert len(told) == 2 and "<eos>" in told[0]
 
@@ -154,7 +156,9 @@ def test_notes_and_errors_name_the_held_out_set(tmp_path, character_tokenizer):
         ],
     )
     told = []
-    load_prompts(config, adds(character_tokenizer, "$A <eos>"), None, told.append)
+    load_prompts(
+        config.data, config.evaluation.sets, 8, adds(character_tokenizer, "$A <eos>"), None, told.append
+    )
     assert [line.split(f": {tmp_path}")[0] for line in told[:2]] == [
         "warning: data.source",
         "warning: evaluation.sets.0.source",
