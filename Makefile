@@ -12,7 +12,7 @@ SMOLLM2 := models/smollm2-135m/model.safetensors
 CONSTRAINTS ?= docker/constraints-cpu.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: install quickstart smollm2 gsm8k examples engines engines-vllm engines-sglang test test-fast test-engines test-faults coverage lint clean
+.PHONY: install quickstart smollm2 gsm8k examples engines engines-vllm engines-sglang test test-fast test-engines test-faults test-browser coverage lint clean
 
 install: $(VENV)/.installed
 
@@ -87,6 +87,11 @@ test: $(VENV)/.installed-test $(REHEARSAL)/.installed
 
 test-fast: $(VENV)/.installed-test $(REHEARSAL)/.installed
 	$(BIN)/python -m pytest -m "not distributed and not end_to_end and not engines"
+
+# The report's page in a real browser (Debian: apt-get install chromium); pictures in build/pictures
+test-browser: $(VENV)/.installed-test
+	@$(PIP_INSTALL) --editable ".[test,browser]"
+	MEGAGRPO_PICTURES=build/pictures $(BIN)/python -m pytest tests/unit/telemetry/test_report_page.py
 
 # Breaks tiny runs at many points and shows what each fault came to: make test-faults [JSON=FILE]
 test-faults: $(VENV)/.installed-test

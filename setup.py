@@ -22,7 +22,15 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megagrpo", "megagrpo.*"]),
-    package_data={"megagrpo": ["**/*.yaml", "**/*.md", "py.typed", "host/importable/megagrpo/*.py"]},
+    package_data={
+        "megagrpo": [
+            "**/*.yaml",
+            "**/*.md",
+            "telemetry/report_page/*",
+            "py.typed",
+            "host/importable/megagrpo/*.py",
+        ]
+    },
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
@@ -42,6 +50,7 @@ setup(
     ],
     extras_require={
         "test": TEST,
+        "browser": ["playwright>=1.45"],  # tests of the report's page, with Debian's chromium
         "vllm": ["vllm>=0.32"],
         "sglang": ["sglang>=0.5.21"],
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],  # as megatron-core 0.16.1 asks

@@ -182,11 +182,18 @@ def doctor() -> None:
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(help="folder of a run")]) -> None:
-    """Write RUN_DIR/report.html: reward, evaluation, log-prob gap and times over the steps."""
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="folders of runs")],
+    out: Annotated[
+        Path | None, typer.Option(help="file to write; default: report.html in the first folder")
+    ] = None,
+) -> None:
+    """Write a page with the curves, warnings, completions and configuration of a run, or of several side by
+    side; it opens without a network.
+    """
     from megagrpo.telemetry.report import write_report
 
-    print(write_report(run_dir))
+    print(write_report(run_dirs, out))
 
 
 @app.command()

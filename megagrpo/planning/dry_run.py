@@ -4,9 +4,9 @@ process group.
 
 from dataclasses import dataclass
 
-from pydantic import BaseModel
 from rich.console import Console
 
+from megagrpo.config.differences import differences
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import Config
 from megagrpo.parallel.alignment import token_alignment
@@ -110,28 +110,6 @@ def format_dry_run(config: Config, world_size: int) -> str:
         ("Differs from the defaults", "\n".join(differences(config))),
     ]
     return "\n\n".join(f"{title}\n{'-' * len(title)}\n{body}" for title, body in parts if body)
-
-
-def differences(config: BaseModel, prefix: str = "") -> list[str]:
-    """Return `PLACE: VALUE (default DEFAULT)` of each field whose value is not its default."""
-    lines = []
-    for name, field in type(config).model_fields.items():
-        value, place = getattr(config, name), f"{prefix}{name}"
-        if isinstance(value, BaseModel):
-            lines += differences(value, f"{place}.")
-        elif field.is_required():
-            lines.append(f"{place}: {_show(value)}")
-        elif value != (default := field.get_default(call_default_factory=True)):
-            lines.append(f"{place}: {_show(value)} (default {_show(default)})")
-    return lines
-
-
-def _show(value: object) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(_show, value)) or "none"
-    if isinstance(value, BaseModel):
-        return str(getattr(value, "name", value))
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value != 1 else "1"
 
 
 def _model_lines(config: Config, layout: ParallelLayout) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megagrpo.config.differences import differences
 from megagrpo.config.load import load_config
 from megagrpo.config.yaml_core import parse_yaml
 from megagrpo.errors import ConfigError, UserError
@@ -16,7 +17,6 @@ from megagrpo.parallel.layout import ParallelLayout
 from megagrpo.planning.components import verify_components
 from megagrpo.planning.dry_run import (
     compute_batch_arithmetic,
-    differences,
     format_dry_run,
     print_dry_run,
 )
