@@ -50,6 +50,12 @@ def format_table(results: list[Result]) -> str:
     )
 
 
+def count(results: list[Result]) -> str:
+    """Return how many faults there were, and how many came to what they must."""
+    right = sum(not result.problems for result in results)
+    return f"{len(results)} faults, {right} as they must be"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
@@ -70,8 +76,13 @@ def main() -> int:
                 if chain.needs is not None and not Path(chain.needs).exists():
                     print(f"{chain.name}: skipped: {chain.needs} is not there", file=sys.stderr, flush=True)
                     continue
-                results += run_chain(chain, fleet, Path(folder))
-                print(f"{chain.name}: done", file=sys.stderr, flush=True)
+                found = run_chain(chain, fleet, Path(folder))
+                results += found
+                print(f"{chain.name}: done: {count(found)}", file=sys.stderr)
+                for result in found:
+                    if result.problems:
+                        print(f"\n{result.fault}\n  " + "\n  ".join(result.problems), file=sys.stderr)
+                sys.stderr.flush()
         finally:
             fleet.close()
     print(format_table(results))
@@ -79,11 +90,8 @@ def main() -> int:
         options.json.write_text(
             json.dumps([result.row() for result in results], indent=2) + "\n", encoding="utf-8"
         )
-    broken = [result for result in results if result.problems]
-    for result in broken:
-        print(f"\n{result.fault}\n  " + "\n  ".join(result.problems), file=sys.stderr)
-    print(f"{len(results)} faults, {len(results) - len(broken)} as they must be")
-    return 1 if broken else 0
+    print(count(results))
+    return 1 if any(result.problems for result in results) else 0
 
 
 if __name__ == "__main__":
