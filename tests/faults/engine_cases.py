@@ -1,9 +1,5 @@
 """Faults of engines that are servers: real ones, of `make engines`."""
 
-import time
-from pathlib import Path
-
-import psutil
 from chains import Case, Chain
 
 VLLM = ".engines/vllm/bin/python"
@@ -15,7 +11,6 @@ SERVER = [
     "watchdog.floor_seconds=300",
 ]
 KILLED = "the server was killed by SIGKILL"
-GRACE_SECONDS = 20.0  # a server whose owner has ended has this long to end too
 
 
 def server(action, point, step, rank=0, **more):
@@ -28,20 +23,6 @@ def goes_on(name, *faults, says, overrides=()):
 
 def lost(replica, why, version=r"\d+"):
     return rf"warning: weight version {version}: engine replica {replica} is lost: [^\n]*{why}"
-
-
-def servers_left(run_dir: Path) -> str | None:
-    """Say which processes still write to a log of the run's servers."""
-    deadline = time.monotonic() + GRACE_SECONDS
-    while left := [
-        process.pid
-        for process in psutil.process_iter(["open_files"])
-        if any(str(run_dir / "engines") in file.path for file in process.info["open_files"] or ())
-    ]:
-        if time.monotonic() > deadline:
-            return f"processes of a server are left: {left}"
-        time.sleep(0.5)
-    return None
 
 
 def two_servers(first_step):
@@ -95,7 +76,6 @@ ALONE = [
         says=rf"no rollout engine is left: replica 0: {KILLED}[^\n]*; engine.server.max_restarts = 5 "
         rf"are used up",
         overrides=["engine.server.max_restarts=5"],
-        leaves=servers_left,
     ),
 ]
 
@@ -113,7 +93,6 @@ ENGINES = Chain(
                 says=r"(?s)rank \d failed in step 7, phase rollout: .*no rollout engine is left: replica 0: "
                 r".*are used up",
                 overrides=["engine.server.max_restarts=0"],
-                leaves=servers_left,
             )
         ],
         [
@@ -122,7 +101,6 @@ ENGINES = Chain(
                 "resumes",
                 [server("die_soon", "requests.enter", 8)],
                 says="rank 0 died in step 8, phase rollout",
-                leaves=servers_left,
             )
         ],
         [
@@ -131,7 +109,6 @@ ENGINES = Chain(
                 "refuses",
                 [server("kill_server", "server_start.enter", None)],
                 says="engine.name: vllm: the server ended with code -9 while it started",
-                leaves=servers_left,
             )
         ],
         [
@@ -149,7 +126,6 @@ ENGINES = Chain(
                 "stops",
                 [server("term", "requests.enter", 14)],
                 says="stopped by SIGTERM after step 13",
-                leaves=servers_left,
             ),
         ],
     ],

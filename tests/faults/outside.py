@@ -64,11 +64,14 @@ def knock(processes: Sequence[psutil.Process]) -> None:
 
 def left_behind(processes: Sequence[psutil.Process], files_before: set[str]) -> list[str]:
     """Return what is left ten seconds after a launch's end, one line each."""
+    deadline = time.monotonic() + LEAVE_SECONDS
     _, alive = psutil.wait_procs(processes, timeout=LEAVE_SECONDS)
+    while (files := shared_files() - files_before) and time.monotonic() < deadline:
+        time.sleep(0.2)
     lines = [
         f"process {each.pid} is left: {' '.join(each.cmdline())[:200]}" for each in alive if is_alive(each)
     ]
-    return lines + [f"{SHARED_MEMORY / name} is left" for name in sorted(shared_files() - files_before)]
+    return lines + [f"{SHARED_MEMORY / name} is left" for name in sorted(files)]
 
 
 def is_alive(process: psutil.Process) -> bool:
