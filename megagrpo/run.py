@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from megagrpo.policy.logprob_gap import LogprobGapGate, warning_bound
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update import PolicyUpdater
 from megagrpo.policy.update_gate import UpdateGate
+from megagrpo.rollout.data_identity import describe_data, describe_other_held_out
 from megagrpo.session import Session, build_session
 from megagrpo.supervision.supervisor import Supervisor
 from megagrpo.telemetry.activity import Activity
@@ -144,10 +146,17 @@ def build_checkpoints(
 ) -> RunCheckpoints:
     """Return the run's checkpoints, which keep the parts named here beside the weights and the counters."""
     algorithm, spikes = session.algorithm, gate.spikes
+    held_out = {each.name: describe_data(prompts) for each, prompts in session.evaluation_prompts}
+
+    def compare_held_out(saved: Mapping[str, Any]) -> None:
+        for line in describe_other_held_out(saved, held_out):
+            recorder.note(line)
+
     parts: Mapping[str, Stateful] = {
         "rollout": session.pipeline,
         "algorithm": StateOfNumbers(algorithm.state_dict, algorithm.load_state_dict),
         "gate": StateOfNumbers(spikes.state, spikes.load_state),
+        "held_out": StateOfNumbers(lambda: held_out, compare_held_out),
         "random": StateOfRanks("random", RandomStates(session.groups.rank), session.groups.rank),
     }
     return RunCheckpoints(

@@ -14,12 +14,13 @@ from typing import Any
 from megagrpo.parallel.plain_data import exchangeable
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Raised with every change of what is saved beside the weights. 1: pickles of random generators, no states of
 parts. 2: `carried/` in JSON, the states of named parts in `trainer_state.json`, what the prompts were.
 3: rollouts in flight by spans.
+4: what the columns of the prompts and the held-out sets were.
 """
-OLDEST_RESUMABLE = 3
+OLDEST_RESUMABLE = 4
 """What is older lacks what a run needs to go on as it would have."""
 _BLOCK_BYTES = 4 * 2**20
 

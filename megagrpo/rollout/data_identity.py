@@ -5,6 +5,7 @@ them: its rows may be others by now, or in another order, and a chat template ma
 """
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,50 @@ FIELD = "data.source"  # a run that may go on with other prompts names it in run
 
 
 def describe_data(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return, as JSON can hold it, what tells these prompts from others: their number, and a SHA-256 over row
-    numbers and token ids in order.
+    """Return, as JSON can hold it, what tells these prompts from others: their number, a SHA-256 over row
+    numbers and token ids in order, and one over the columns that rewards read.
     """
-    digest = hashlib.sha256()
+    tokens, columns = hashlib.sha256(), hashlib.sha256()
     for prompt in prompts:
-        digest.update(np.array([prompt.id, len(prompt.token_ids), *prompt.token_ids], "<i8").tobytes())
-    return {"prompts": len(prompts), "sha256": digest.hexdigest()}
+        tokens.update(np.array([prompt.id, len(prompt.token_ids), *prompt.token_ids], "<i8").tobytes())
+        columns.update(_to_json(prompt.columns))
+    return {"prompts": len(prompts), "sha256": tokens.hexdigest(), "columns": columns.hexdigest()}
+
+
+def _to_json(columns: Mapping[str, Any]) -> bytes:
+    """Return the columns of a row; of what is no JSON (a user's source may return it), the type alone."""
+    return json.dumps(columns, sort_keys=True, default=lambda value: type(value).__name__).encode()
+
+
+def describe_other_columns(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """Return one line where the prompts are the same and what rewards read beside them is not; else None."""
+    if _is_same(saved, own) and saved["columns"] != own["columns"]:
+        return "the prompts are those of the checkpoint, columns that rewards read (answers) are not"
+    return None
+
+
+def describe_other_held_out(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Return one line for each held-out set that a checkpoint and a run both have, with other rows.
+
+    Args:
+        saved: by name of the set, what `describe_data` returned for it.
+        own: of this run.
+    """
+    lines = []
+    for name in sorted(saved.keys() & own.keys()):
+        before, now = saved[name], own[name]
+        if before != now:
+            what = describe_other_columns(before, now) or (
+                f"{before['prompts']} prompts in the checkpoint, {now['prompts']} in this run, not the same"
+            )
+            lines.append(
+                f"warning: evaluation set {name}: {what}; eval/{name} before and after does not compare"
+            )
+    return lines
+
+
+def _is_same(saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    return (saved["prompts"], saved["sha256"]) == (own["prompts"], own["sha256"])
 
 
 def compare_data(
@@ -42,7 +80,7 @@ def compare_data(
     Raises:
         UserError: they are others, and neither `data.source` nor `data` is allowed to change.
     """
-    if saved == own:
+    if _is_same(saved, own):
         return None
     if saved["prompts"] != own["prompts"]:
         what = f"{saved['prompts']} prompts in the checkpoint, {own['prompts']} in this run"

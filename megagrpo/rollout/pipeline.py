@@ -15,7 +15,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.rollout_sections import RolloutConfig
 from megagrpo.parallel.groups import all_reduce_flag
 from megagrpo.rollout import in_flight
-from megagrpo.rollout.data_identity import compare_data, describe_data
+from megagrpo.rollout.data_identity import compare_data, describe_data, describe_other_columns
 from megagrpo.rollout.dealing import LengthEstimates
 from megagrpo.rollout.dynamic_sampling import SamplingCounts, collect_groups
 from megagrpo.rollout.generation import RolloutFailedError, RolloutGenerator
@@ -174,6 +174,8 @@ class RolloutPipeline:
             self.skip_to(0)
             self._note(changed)
             return
+        if columns := describe_other_columns(state["data"], self._data):
+            self._note(f"warning: data.source: {source}: {columns}; the run goes on at its position")
         self.skip_to(state["prompt_position"])
         self.lengths.load_state(state["lengths"])
         saved = state["in_flight"]

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megagrpo.checkpoint.manifest import FORMAT_VERSION
+
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 
 MODEL = Path("examples/quickstart/model")
@@ -127,6 +129,8 @@ def outcomes(whole, model, tmp_path_factory):
     case("other_lr", "optimizer.lr=1e-5", "run.allow_config_changes=[optimizer.lr]", keep_newest=False)
     case("never", "run.resume=never")
     case("same", keep_newest=False)
+    training_rows = "examples/quickstart/task.py:train_rows"
+    case("other_held_out", f"evaluation.sets.0.source={training_rows}", keep_newest=False)
     case("in_use")
     for name, change in (
         ("other_model", other_model),
@@ -192,7 +196,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(outcomes, whole,
                 "no good checkpoint is left",
             ),
         ),
-        ("newer", ("has checkpoint format 99", "goes on from format 2")),
+        ("newer", ("has checkpoint format 99", f"goes on from format {FORMAT_VERSION}")),
         (
             "other_seed",
             ("run.seed: 0 in the checkpoint, 5 in this run", "run.allow_config_changes=[run.seed]"),
@@ -217,6 +221,12 @@ def test_an_allowed_change_goes_on_and_is_told(outcomes, whole, rows_of):
     )
     rows, expected = rows_of(outcomes[0] / "seed_allowed"), rows_of(whole["whole"])
     assert rows[:3] == expected[:3] and rows[3]["optimizer/grad_norm"] != expected[3]["optimizer/grad_norm"]
+
+
+def test_a_held_out_set_with_other_rows_is_told(outcomes):
+    log = log_of(outcomes, "other_held_out")
+    assert "evaluation set sampled: 32 prompts in the checkpoint, 32 in this run, not the same" in log
+    assert "evaluation set greedy" not in log
 
 
 def test_a_changed_learning_rate_is_told_and_used(outcomes, whole, rows_of):

@@ -19,7 +19,7 @@ from megagrpo.types import Completion, Reward
 
 # Where this fails because something is saved that was not, or no longer is: raise FORMAT_VERSION (and
 # OLDEST_RESUMABLE, unless the older one can be read as well), then write down here what it stands for.
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "step weight_version model tokenizer layout versions files reference score format_version"
 STATE = "step updates weight_version nonfinite_in_a_row wall_seconds roll_backs row unrecorded parts"
 RANDOM = {"python", "numpy", "torch"}

@@ -2,13 +2,14 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
 from megagrpo.config.rollout_sections import DataConfig
 from megagrpo.errors import SharedUserError, UserError
 from megagrpo.rollout import data_identity
-from megagrpo.rollout.data_identity import check_same_on_ranks, describe_data
+from megagrpo.rollout.data_identity import check_same_on_ranks, describe_data, describe_other_held_out
 from megagrpo.rollout.prompts import PromptSource
 from megagrpo.types import Prompt
 
@@ -83,6 +84,43 @@ def test_the_same_prompts_go_on_at_their_position_whatever_is_allowed(build_pipe
     pipeline = build_pipeline(ALLOWED, prompts=numbered(10), note=told.append)
     pipeline.restore(state, tmp_path)
     assert (pipeline.next_position, told) == (3, [])
+
+
+def test_other_answers_to_the_same_prompts_are_told_and_gone_on_with(build_pipeline, tmp_path):
+    state = save(build_pipeline(prompts=numbered(10)), tmp_path)
+    corrected = numbered(10)
+    corrected[7] = replace(corrected[7], columns={"answer": "8"})
+    told = []
+    pipeline = build_pipeline(prompts=corrected, note=told.append)
+    pipeline.restore(state, tmp_path)
+    assert pipeline.next_position == 3
+    assert len(told) == 1 and "columns that rewards read (answers) are not" in told[0]
+
+
+def test_held_out_sets_with_other_rows_are_told_by_name():
+    corrected = [replace(prompt, columns={"answer": "x"}) for prompt in numbered(3)]
+    saved = {
+        "same": describe_data(numbered(3)),
+        "longer": describe_data(numbered(3)),
+        "corrected": describe_data(numbered(3)),
+        "gone": describe_data(numbered(3)),
+    }
+    own = {
+        "same": describe_data(numbered(3)),
+        "longer": describe_data(numbered(4)),
+        "corrected": describe_data(corrected),
+        "new": describe_data(numbered(3)),
+    }
+    lines = describe_other_held_out(json.loads(json.dumps(saved)), own)
+    assert [line.split(":")[1] for line in lines] == [" evaluation set corrected", " evaluation set longer"]
+    assert "columns that rewards read (answers) are not" in lines[0]
+    assert "3 prompts in the checkpoint, 4 in this run" in lines[1]
+
+
+def test_columns_that_are_no_json_count_by_their_type():
+    """Text of an object may hold its address, another one in each process."""
+    first, second = ([Prompt(0, "a", (1,), {"source": object()})] for _ in range(2))
+    assert describe_data(first) == describe_data(second)
 
 
 def test_a_template_that_reads_the_clock_makes_other_prompts(tmp_path, character_tokenizer, monkeypatch):

@@ -102,7 +102,7 @@ def test_what_a_snapshot_holds_is_what_the_format_version_stands_for(build_pipel
     pipeline.collect(1, weight_version=0)
     state = pipeline.snapshot().state
     assert list(state) == ["data", "next_step", "prompt_position", "lengths", "in_flight"]
-    assert list(state["data"]) == ["prompts", "sha256"]
+    assert list(state["data"]) == ["prompts", "sha256", "columns"]
     assert list(state["in_flight"]) == ["request", "prompt_ids", "prompts_drawn", "num_files"]
     pipeline.wait()
 
