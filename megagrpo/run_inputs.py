@@ -55,6 +55,7 @@ def read_inputs(config: Config, note: Callable[[str], None]) -> RunInputs:
             note(line)
     hf_folder = hf_folder_of(config.model_folder)
     hf = read_hf_config(hf_folder)
+    use_te = uses_transformer_engine(config.model.attention, precision.params_dtype, hf.has_latent_attention)
     check_own_config(config.model_folder, hf, config.model.changed_fields)
     algorithm = Algorithm(
         config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens
@@ -69,5 +70,4 @@ def read_inputs(config: Config, note: Callable[[str], None]) -> RunInputs:
         hf.max_position_embeddings,
         note,
     )
-    use_te = uses_transformer_engine(config.model.attention, precision.params_dtype)
     return RunInputs(hf_folder, hf, precision, use_te, algorithm, tokenizer, source, evaluation_prompts)

@@ -33,6 +33,7 @@ def convert_hf_to_megatron(
     """
     folder = _folder_of(source, Path(target))
     model = _load(folder, tp, pp, dtype, source.changed_fields)
+    from megagrpo.models.carried_tensors import save_carried_tensors
     from megagrpo.models.hf_export import copy_hf_files
     from megagrpo.models.hf_files import check_no_unknown_tensors
     from megagrpo.models.megatron_files import save_megatron_model
@@ -42,6 +43,7 @@ def convert_hf_to_megatron(
     save_megatron_model(model, staging)
     if dist.get_rank() == 0:
         copy_hf_files(folder, staging / "hf_files", dtype=model.config.params_dtype)
+        save_carried_tensors(folder, staging / "hf_files")
         staging.rename(target)
     _close(source, folder)
 

@@ -11,6 +11,7 @@ import torch
 
 from megagrpo.checkpoint.manifest import FileContents
 from megagrpo.checkpoint.staging import Staging
+from megagrpo.models.hf_export import written_dtype
 from megagrpo.models.safetensors_file import safetensors_index, safetensors_names, safetensors_parts
 from megagrpo.weights.export import BUCKET_BYTES
 
@@ -41,7 +42,7 @@ def collect_share(
         if taken >= share_bytes:
             owner, taken = (owner + 1) % world_size, 0
         owners[name] = owner
-        kept = dtype or tensor.dtype
+        kept = written_dtype(name, dtype or tensor.dtype)
         size = tensor.numel() * kept.itemsize
         total, taken = total + size, taken + size
         if owner == rank:

@@ -4,6 +4,7 @@ is due.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.run_sections import CheckpointConfig, ExportConfig, RunConfig
 from megagrpo.config.training_sections import ModelConfig
 from megagrpo.errors import UserError
+from megagrpo.models.carried_tensors import carried_tensors
 from megagrpo.models.hf_export import copy_hf_files, export_dtype
 from megagrpo.models.stage import StageModel
 from megagrpo.policy.actor import Actor
@@ -255,9 +257,8 @@ class RunCheckpoints:
         staging, dtype = self.manager.collector.staging, self._export_dtype
 
         def collect() -> Mapping[str, FileContents]:
-            return collect_share(
-                self._tensors(), staging, self.groups.rank, self.groups.world_size, dtype=dtype
-            )
+            tensors = chain(self._tensors(), carried_tensors(self.hf_folder))
+            return collect_share(tensors, staging, self.groups.rank, self.groups.world_size, dtype=dtype)
 
         def copy_files(folder: Path) -> None:
             self._copy_hf_files(folder / "hf_files")

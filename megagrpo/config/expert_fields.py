@@ -12,6 +12,13 @@ def count_experts(raw: Mapping[str, Any]) -> int | None:
     return next((raw[name] for name in NUM_EXPERTS_FIELDS if raw.get(name) is not None), None)
 
 
+def latent_columns(raw: Mapping[str, Any]) -> int | None:
+    """Return the columns of the keys' and values' latent, with the rotated ones; None: there is none."""
+    if raw.get("kv_lora_rank") is None:
+        return None
+    return raw["kv_lora_rank"] + raw.get("qk_rope_head_dim", 0)
+
+
 def routing_problems(raw: Mapping[str, Any]) -> list[str]:
     """Return what is missing of the routing, and routing that has no gradient, one line each."""
     problems = [] if "num_experts_per_tok" in raw else ["num_experts_per_tok: missing"]

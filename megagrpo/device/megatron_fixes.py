@@ -25,7 +25,18 @@ def apply() -> None:
     _fix_lost_all_reduce()
     _fix_torch_adamw_state()
     _fix_router_without_te()
+    _fix_latent_attention_without_te()
     _fix_checkpoint_writers_that_die()
+
+
+def _fix_latent_attention_without_te() -> None:
+    """Megatron's latent attention (0.16.1) takes Transformer Engine for installed where its own wrappers can
+    be imported, and asks `isinstance` with what stands for their classes: TypeError.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
 
 
 def _fix_checkpoint_writers_that_die() -> None:

@@ -51,15 +51,15 @@ class PackedTreeAttention(MegatronModule):
 
         Args:
             query: [T / cp, 1, heads, head_dim]; key, value: [T / cp, 1, groups, head_dim], all of this tp and
-                cp rank.
+                cp rank. Of latent attention they come without the 1, and values may be shorter than keys.
             attention_mask: not used; the trees say who sees whom.
             packed_seq_params: the layout of the T tokens.
 
         Returns:
-            [T / cp, 1, heads * head_dim].
+            [T / cp, 1, heads * head_dim of the values].
         """
-        query = query.squeeze(1)
-        keys_values = all_gather_tokens(torch.cat([key, value], dim=-1).squeeze(1), self.cp_group)
+        query, key, value = (part.flatten(0, -3) for part in (query, key, value))
+        keys_values = all_gather_tokens(torch.cat([key, value], dim=-1), self.cp_group)
         key, value = keys_values.split([key.shape[-1], value.shape[-1]], dim=-1)
         pieces = [
             self._attend(

@@ -31,24 +31,46 @@ def qkv_rule(bias: bool, sizes: ModelSizes) -> ParameterRule:
     )
 
 
-def mlp_rules(sizes: ModelSizes) -> list[ParameterRule]:
-    """Return the rules of a gated MLP."""
-    layer, target = "model.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp."
+def attention_rules(sizes: ModelSizes) -> list[ParameterRule]:
+    """Return the rules of grouped-query attention without biases."""
+    return [
+        qkv_rule(False, sizes),
+        ParameterRule(
+            "decoder.layers.{layer}.self_attention.linear_proj.weight",
+            ("model.layers.{layer}.self_attn.o_proj.weight",),
+            "row",
+            ((sizes.hidden, sizes.queries),),
+            is_quantized=True,
+        ),
+    ]
+
+
+def mlp_rules(hidden: Size, ffn: Size, layers: range | None = None, module: str = "") -> list[ParameterRule]:
+    """Return the rules of a gated MLP.
+
+    Args:
+        hidden, ffn: its sizes.
+        layers: that have it; None: all.
+        module: within `mlp.` of a layer, with a dot behind it.
+    """
+    layer, target = f"model.layers.{{layer}}.mlp.{module}", f"decoder.layers.{{layer}}.mlp.{module}"
     return [
         ParameterRule(
             f"{target}linear_fc1.weight",
             (f"{layer}gate_proj.weight", f"{layer}up_proj.weight"),
             "gate_up",
-            ((sizes.ffn, sizes.hidden),) * 2,
+            ((ffn, hidden),) * 2,
             engine=f"{layer}gate_up_proj.weight",
             is_quantized=True,
+            layers=layers,
         ),
         ParameterRule(
             f"{target}linear_fc2.weight",
             (f"{layer}down_proj.weight",),
             "row",
-            ((sizes.hidden, sizes.ffn),),
+            ((hidden, ffn),),
             is_quantized=True,
+            layers=layers,
         ),
     ]
 
@@ -58,9 +80,11 @@ def norm_rule(megatron: str, hf: str, size: int, section: Section = "layer") -> 
     return ParameterRule(megatron, (hf,), "replicated", ((size,),), section)
 
 
-def block_rules(hf: HFConfig, mlp: list[ParameterRule]) -> list[ParameterRule]:
-    """Return the rules that all decoder families of this package share, around the rules of an MLP:
-    embedding, norms, attention, head.
+def block_rules(
+    hf: HFConfig, mlp: list[ParameterRule], attention: list[ParameterRule] | None = None
+) -> list[ParameterRule]:
+    """Return the rules that all decoder families of this package share, around those of an MLP and of an
+    attention (None: `attention_rules`): embedding, norms, head.
     """
     sizes, layer, target = ModelSizes(hf), "model.layers.{layer}.", "decoder.layers.{layer}."
     vocabulary, embedding = ((sizes.vocab, sizes.hidden),), "model.embed_tokens.weight"
@@ -68,14 +92,7 @@ def block_rules(hf: HFConfig, mlp: list[ParameterRule]) -> list[ParameterRule]:
     return [
         ParameterRule("embedding.word_embeddings.weight", (embedding,), "vocab", vocabulary, "embedding"),
         norm_rule(f"{target}input_layernorm.weight", f"{layer}input_layernorm.weight", sizes.hidden),
-        qkv_rule(False, sizes),
-        ParameterRule(
-            f"{target}self_attention.linear_proj.weight",
-            (f"{layer}self_attn.o_proj.weight",),
-            "row",
-            ((sizes.hidden, sizes.queries),),
-            is_quantized=True,
-        ),
+        *(attention_rules(sizes) if attention is None else attention),
         norm_rule(
             f"{target}pre_mlp_layernorm.weight", f"{layer}post_attention_layernorm.weight", sizes.hidden
         ),
@@ -94,4 +111,5 @@ def block_rules(hf: HFConfig, mlp: list[ParameterRule]) -> list[ParameterRule]:
 
 def shared_rules(hf: HFConfig) -> list[ParameterRule]:
     """Return the rules of a dense decoder: `block_rules` around a gated MLP."""
-    return block_rules(hf, mlp_rules(ModelSizes(hf)))
+    sizes = ModelSizes(hf)
+    return block_rules(hf, mlp_rules(sizes.hidden, sizes.ffn))

@@ -50,7 +50,8 @@ class SequenceRouter(TopKRouter):
         self.balance_loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def routing(self, logits: torch.Tensor, padding_mask: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose experts as `Qwen3MoeTopKRouter` (transformers) does.
+        """Choose experts as `Qwen3MoeTopKRouter` does (transformers), with sigmoid scores as
+        `DeepseekV3TopkRouter`: a bias joins the choice but not the weights, and some groups alone take part.
 
         Args:
             logits: [T, 1, E] of this rank's tokens.
@@ -60,16 +61,37 @@ class SequenceRouter(TopKRouter):
             (weights [T, E], zero where not chosen; chosen, bool [T, E]).
         """
         logits = logits.view(-1, self.num_experts)
-        scores = logits.softmax(dim=-1, dtype=torch.float32)
-        weights, experts = scores.topk(self.topk, dim=-1)
+        if self.score_function == "sigmoid":
+            scores = logits.float().sigmoid()
+            experts = self._choose_biased(scores.detach())
+            weights = scores.gather(1, experts)
+            scores = scores / scores.sum(dim=-1, keepdim=True)  # of the balance loss
+        else:
+            scores = logits.softmax(dim=-1, dtype=torch.float32)
+            weights, experts = scores.topk(self.topk, dim=-1)
         if not self.config.moe_router_pre_softmax:
             weights = weights / weights.sum(dim=-1, keepdim=True)
+        if self.config.moe_router_topk_scaling_factor:
+            weights = weights * self.config.moe_router_topk_scaling_factor
         probs = torch.zeros_like(logits).scatter(1, experts, weights.to(logits.dtype))
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
         # once for each micro-batch, with activation recompute too
         if self.training and torch.is_grad_enabled():
             probs = self._balance(scores, chosen, probs)
         return probs, chosen
+
+    def _choose_biased(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the experts [T, k] with the largest biased scores [T, E], of the groups whose two largest
+        have the largest sums.
+        """
+        biased = scores if self.expert_bias is None else scores + self.expert_bias
+        groups = self.config.moe_router_num_groups
+        if groups and groups > 1:
+            by_group = biased.view(len(biased), groups, -1)
+            best = by_group.topk(2, dim=-1)[0].sum(-1).topk(self.config.moe_router_group_topk, dim=-1)[1]
+            kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, True)
+            biased = by_group.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+        return biased.topk(self.topk, dim=-1)[1]
 
     def _balance(self, scores: torch.Tensor, chosen: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Count loads and attach the balance loss to `probs`: its gradient joins the backward pass there.

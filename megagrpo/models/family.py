@@ -30,6 +30,17 @@ class HFConfig:
     raw: dict[str, Any]  # the file's fields, with the family's `defaults` for those that it lacks
     num_experts: int | None = None  # of each layer; None: a dense model
 
+    @property
+    def has_latent_attention(self) -> bool:
+        """Say whether keys and values are made from a latent."""
+        return self.raw.get("kv_lora_rank") is not None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        factor = self.rope_parameters.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
+        return self.raw.get("qk_rope_head_dim") or int(self.head_dim * (factor or 1.0))
+
 
 class ModelFamily(ABC):
     """One architecture: what Megatron builds for it and how its parameters map to HF tensors."""
@@ -39,6 +50,8 @@ class ModelFamily(ABC):
     defaults: dict[str, Any] = {}  # noqa: RUF012 (a constant table of the class)
     # fields of config.json that this family reads beside the shared ones
     read_fields: frozenset[str] = frozenset()
+    # types of rotary embedding that it supports beside those that all do
+    rope_types: tuple[str, ...] = ()
     # fields that a tiny config.json of this family needs beside the shared ones
     example_fields: dict[str, Any] = {}  # noqa: RUF012 (a constant table of the class)
 

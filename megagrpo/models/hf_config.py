@@ -89,7 +89,7 @@ def read_hf_config(folder: str | Path) -> HFConfig:
     family = FAMILIES.get(model_type)
     problems = _missing_fields(raw) or _contradictions(raw) + _unsupported_fields(
         raw, family
-    ) + rope_problems(raw) + family.check(raw)
+    ) + rope_problems(raw, family.rope_types) + family.check(raw)
     if problems:
         raise UserError("\n".join(f"{Path(folder) / 'config.json'}: {problem}" for problem in problems))
     values = family.defaults | raw

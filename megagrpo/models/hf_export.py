@@ -5,17 +5,22 @@ generation config.
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from megagrpo.config.run_sections import ExportDtype
 from megagrpo.errors import UserError
+from megagrpo.models.carried_tensors import carried_tensors
 from megagrpo.models.hf_config import load_config_json
 from megagrpo.models.safetensors_file import safetensors_index, safetensors_names, safetensors_parts
 
+# of a router: to round it would swap experts
+KEPT_IN_FLOAT32 = r".*\.e_score_correction_bias"
 MAX_SHARD_BYTES = 5 * 2**30  # size of one safetensors file of an export, as on the Hugging Face hub
 TOKENIZER_PATTERNS = (
     "tokenizer*",
@@ -45,6 +50,11 @@ def export_dtype(choice: ExportDtype, source: str | Path) -> torch.dtype | None:
             f"{source}/config.json: dtype: {name!r}: not a dtype of weights (float32, bfloat16, float16)"
         )
     return dtype
+
+
+def written_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor is written: `dtype`, or float32 where models keep that."""
+    return torch.float32 if re.fullmatch(KEPT_IN_FLOAT32, name) else dtype
 
 
 def copy_hf_files(
@@ -97,15 +107,17 @@ def write_hf_folder(
     dtype: torch.dtype | None = None,
     tokenizer: str | Path | None = None,
 ) -> None:
-    """Write full HF tensors as safetensors files of at most 5 GiB, with the config and tokenizer beside them.
+    """Write full HF tensors as safetensors files of at most 5 GiB, with config and tokenizer beside them.
 
-    The folder appears complete or not at all: it is written beside its place, as `staging_folder` says, and
+    What the source holds of layers for multi-token prediction is written too. The folder appears complete
+    or not at all: it is written beside its place, as `staging_folder` says, and
     moved there by a rename.
 
     Args:
         tensors: name and full tensor; valid until the next one is taken.
         source: the HF folder that config and tokenizer come from.
-        dtype: of the files, named in the config too; None: that of the first tensor.
+        dtype: of the files, named in the config too; None: that of the first tensor. What the family keeps in
+            float32 stays so.
         tokenizer: see `copy_hf_files`.
     """
     target = Path(target)
@@ -123,9 +135,9 @@ def write_hf_folder(
         files.append(list(pending))
         pending.clear()
 
-    for name, tensor in tensors:
+    for name, tensor in chain(tensors, carried_tensors(source)):
         dtype = dtype or tensor.dtype
-        kept = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        kept = tensor.detach().to("cpu", written_dtype(name, dtype), copy=True).contiguous()
         if pending and pending_bytes + kept.nbytes > MAX_SHARD_BYTES:
             flush()
             pending_bytes = 0

@@ -20,14 +20,17 @@ TIED_HEAD = "lm_head.weight"  # where some folders store the embedding again
 class SafetensorsFolder:
     """The tensors of an HF folder, sharded over files or not, read by name and slice."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, file: Path | None = None):
+        """Args:
+        file: the only one that is read; None: those of the model.
+        """
         self.folder = Path(folder)
         self._handles: dict[Path, Any] = {}
         index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
+        if file is None and index.is_file():
             self._file_of = {name: self.folder / file for name, file in _read_index(index).items()}
         else:
-            single = self.folder / "model.safetensors"
+            single = file or self.folder / "model.safetensors"
             self._file_of = dict.fromkeys(self._open(single).keys(), single)
 
     def _open(self, path: Path) -> Any:
@@ -139,6 +142,14 @@ def load_hf_weights(model: StageModel, folder: str | Path) -> None:
             parameter.copy_(value)
 
 
+def is_carried(name: str, raw: dict[str, Any]) -> bool:
+    """Say whether a tensor is of a layer for multi-token prediction, by the fields of config.json."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    added = raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0
+    own = raw.get("num_hidden_layers", 0)
+    return layer is not None and own <= int(layer[1]) < own + added
+
+
 def check_no_unknown_tensors(model: StageModel, folder: str | Path) -> None:
     """Refuse an HF folder that holds tensors which no rule reads: they would be dropped silently.
 
@@ -149,7 +160,11 @@ def check_no_unknown_tensors(model: StageModel, folder: str | Path) -> None:
     known = {tensor.name for tensor in checkpoint_tensors(model.hf)} | stacked_rules(model.hf).keys()
     # some exports store the tied head twice
     ignored = {TIED_HEAD} if model.hf.tie_word_embeddings else set()
-    unknown = {name for name in source.names() - known - ignored if not name.endswith("rotary_emb.inv_freq")}
+    unknown = {
+        name
+        for name in source.names() - known - ignored
+        if not name.endswith("rotary_emb.inv_freq") and not is_carried(name, model.hf.raw)
+    }
     if unknown:
         first = min(unknown)
         layer = re.search(r"\.layers\.(\d+)\.", first)

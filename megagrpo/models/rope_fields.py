@@ -2,11 +2,12 @@
 
 from typing import Any
 
-SUPPORTED_ROPE = ("default", "linear", "llama3")
+SUPPORTED_ROPE = ("default", "linear", "llama3")  # by all families
 DEFAULT_THETA = 10000.0
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 
@@ -24,8 +25,12 @@ def read_rope(raw: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def rope_problems(raw: dict[str, Any]) -> list[str]:
-    """Return what is unsupported, missing or contradictory, one line each."""
+def rope_problems(raw: dict[str, Any], family_types: tuple[str, ...] = ()) -> list[str]:
+    """Return what is unsupported, missing or contradictory, one line each.
+
+    Args:
+        family_types: what the family supports beside `SUPPORTED_ROPE`.
+    """
     given = {name: raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)}
     for name, rope in given.items():
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
@@ -48,8 +53,8 @@ def rope_problems(raw: dict[str, Any]) -> list[str]:
                 problems.append(f"rope_theta: {theta} contradicts {name}.rope_theta: {rope['rope_theta']}")
     rope = read_rope(raw)
     name = next(iter(given), "rope_parameters")
-    if rope["rope_type"] not in SUPPORTED_ROPE:
-        supported = ", ".join(SUPPORTED_ROPE)
+    if rope["rope_type"] not in SUPPORTED_ROPE + family_types:
+        supported = ", ".join(SUPPORTED_ROPE + family_types)
         problems.append(f"{name}: type {rope['rope_type']!r} is not supported (supported: {supported})")
     else:
         problems += [f"{name}.{key}: missing" for key in _NEEDED[rope["rope_type"]] if rope.get(key) is None]

@@ -64,6 +64,9 @@ class ParameterRule:
             instead; empty: none do.
         is_tied_copy: the same tensor as that of another rule, on another stage: it is read, never sent.
         layers: global indices of the layers that have it; None: all of them.
+        engine_place: where the tensors lie among those of another rule with the same `engine`.
+        is_whole_in_engine: each engine rank holds all of it, however the trainer splits it.
+        is_float32: it is kept, written and sent in float32 whatever the format of the model.
     """
 
     megatron: str
@@ -78,6 +81,9 @@ class ParameterRule:
     stacked: str = ""
     is_tied_copy: bool = False
     layers: range | None = None
+    engine_place: int = 0
+    is_whole_in_engine: bool = False
+    is_float32: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.hf) == len(self.shapes), f"{self.megatron}: {self.hf} have shapes {self.shapes}"

@@ -10,6 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megagrpo.device.device import has_cuda
 from megagrpo.errors import UserError
@@ -44,13 +45,27 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(hidden, (self.hidden_size,), self.weight, self.eps)
 
 
-def uses_transformer_engine(choice: AttentionChoice, params_dtype: torch.dtype) -> bool:
+class LatentNorm(RMSNorm):
+    """Norm of the latents of queries, and of keys and values; DeepSeek's code gives it its own epsilon."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any):
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
+def uses_transformer_engine(
+    choice: AttentionChoice, params_dtype: torch.dtype, has_latent_attention: bool = False
+) -> bool:
     """Resolve `model.attention`. `auto` is the local spec in float32, for which Transformer Engine up to 2.10
-    has no attention over packed sequences: float32 on a GPU is for comparisons.
+    has no attention over packed sequences: float32 on a GPU is for comparisons. Latent attention, whose rules
+    name and split the parameters of the local spec, has no other.
 
     Raises:
-        UserError: `te` where CUDA or Transformer Engine is missing.
+        UserError: `te` where CUDA or Transformer Engine is missing, or for latent attention.
     """
+    if has_latent_attention:
+        if choice == "te":
+            raise UserError("model.attention: te: this family has latent attention; use auto or local")
+        return False
     missing = [] if has_cuda() else ["a CUDA device"]
     if importlib.util.find_spec("transformer_engine") is None:
         missing.append("the package transformer-engine (extra `te`)")
@@ -69,28 +84,49 @@ def build_block_spec(
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
+        def build(num_experts: int | None) -> ModuleSpec:
+            return get_gpt_layer_with_transformer_engine_spec(
+                num_experts=num_experts,
+                moe_grouped_gemm=config.moe_grouped_gemm if num_experts else False,
+                qk_layernorm=config.qk_layernorm,
+            )
+
         norm = TENorm
     else:
-        layer, norm = _local_layer_spec(config), RMSNorm
+
+        def build(num_experts: int | None) -> ModuleSpec:
+            return _local_layer_spec(config, num_experts)
+
+        norm = RMSNorm
+    dense = build(None)
+    sparse = dense
     if config.num_moe_experts:
-        use_sequence_routing(layer)
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=norm
-    )
+        sparse = build(config.num_moe_experts)
+        use_sequence_routing(sparse)
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    specs = [sparse if layer in sparse_layers(config) else dense for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
-def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
+def sparse_layers(config: TransformerConfig) -> list[int]:
+    """Return the global indices of the layers that are mixtures of experts."""
+    if not config.num_moe_experts:
+        return []
+    pattern = config.moe_layer_freq
+    return [layer for layer in range(config.num_layers) if isinstance(pattern, int) or pattern[layer]]
+
+
+def _local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=num_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
     )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
-    if config.num_moe_experts:
+    if num_experts:
         # Megatron names this norm as the dense layers' fused one; Transformer Engine's layers do not
         spec.submodules.sharded_state_dict_keys_map = {
             name: renamed
@@ -99,7 +135,9 @@ def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
         }
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedTreeAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    elif config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
     return spec

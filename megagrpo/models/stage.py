@@ -8,12 +8,13 @@ import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megagrpo.device.device import megatron_region
 from megagrpo.models import families
 from megagrpo.models.extra_states import drop_absent_extra_states, drop_empty_extra_states, load_state
 from megagrpo.models.family import FAMILIES, HFConfig
-from megagrpo.models.rope import PositionedRotaryEmbedding
+from megagrpo.models.rope import LatentRotaryEmbedding, PositionedRotaryEmbedding
 from megagrpo.models.rules import Dimensions, ParameterRule, RuleTable
 from megagrpo.models.spec import build_block_spec, canonical_name
 from megagrpo.models.transformer_config import padded_vocab_size
@@ -27,7 +28,7 @@ class StageParameter(NamedTuple):
     rule: ParameterRule
     layer: int | None
     expert: int | None
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor  # a parameter, or a router's bias, which no gradient changes
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -72,7 +73,8 @@ class StageModel:
         for chunk in self.chunks:
             layers = chunk.decoder.layers
             first_layer = layers[0].layer_number - 1 if len(layers) else 0
-            for name, parameter in chunk.named_parameters():
+            biases = [row for row in chunk.named_buffers() if row[0].endswith("router.expert_bias")]
+            for name, parameter in [*chunk.named_parameters(), *biases]:
                 canonical = canonical_name(name, first_layer, first_expert)
                 rows.append(StageParameter(canonical, *self.rules.find(canonical), parameter))
         return rows
@@ -147,7 +149,7 @@ def build_stage_model(
             ).to(device)
         if use_te:
             fuse_weight_gradients(chunk.decoder)
-        chunk.rotary_pos_emb = PositionedRotaryEmbedding(hf, device)
+        place_rotary_embeddings(chunk, hf, device)
         chunks.append(chunk)
     if groups.is_last_stage:
         return_hidden_states(chunks[-1])
@@ -156,6 +158,15 @@ def build_stage_model(
     )
     mark_split_parameters(model)
     return model
+
+
+def place_rotary_embeddings(chunk: GPTModel, hf: HFConfig, device: torch.device) -> None:
+    """Put our rotary embedding in the place of Megatron's: the model's, or that of each latent attention."""
+    latent = [module for module in chunk.modules() if isinstance(module, MultiLatentAttention)]
+    for module in latent:
+        module.rotary_pos_emb = LatentRotaryEmbedding(hf, device)
+    if not latent:
+        chunk.rotary_pos_emb = PositionedRotaryEmbedding(hf, device)
 
 
 def mark_split_parameters(model: StageModel) -> None:

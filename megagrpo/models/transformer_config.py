@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megagrpo.device.device import has_cuda
 from megagrpo.device.megatron_fixes import check_pipeline_flags
@@ -94,7 +94,8 @@ def build_transformer_config(
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute:
         fields |= {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
-    config = TransformerConfig(**{**fields, **overrides})
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    config = kind(**{**fields, **overrides})
     # Set afterwards: Megatron refuses `allgather` with variable lengths, which the dispatcher in experts.py
     # can.
     config.moe_token_dispatcher_type = moe_dispatcher

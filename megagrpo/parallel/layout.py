@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megagrpo.config.expert_fields import count_experts
+from megagrpo.config.expert_fields import count_experts, latent_columns
 from megagrpo.config.training_sections import ParallelConfig
 from megagrpo.parallel.stages import check_pipeline_layout, check_split, expand_pipeline_layout, split_layers
 
@@ -170,6 +170,8 @@ class ParallelLayout:
             (hf_config.get("num_key_value_heads"), "key-value heads", self.tp, f"tp {self.tp}"),
             (ffn, "feed-forward columns", ffn_tp, f"{ffn_axis} {ffn_tp}"),
             (experts, "experts", self.ep, f"ep {self.ep}"),
+            (hf_config.get("q_lora_rank"), "latent query columns", self.tp, f"tp {self.tp}"),
+            (latent_columns(hf_config), "latent key and value columns", self.tp, f"tp {self.tp}"),
         ]
         problems = [
             f"{count} {what} are not a multiple of {divisor}: {count} / {size} = {count / size:g}"

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.models.experts import SequenceRouter
+from megagrpo.models.spec import sparse_layers
 from megagrpo.models.stage import StageModel
 
 
@@ -36,11 +37,15 @@ class RouterLoads:
         for router in self.routers.values():
             router.reset()
         dist.all_reduce(totals)
-        loads = totals[:, :experts]
+        sparse = sparse_layers(self.model.config)
+        loads = totals[sparse, :experts]
         metrics: dict[str, float] = {}
         if loads.sum() > 0:
             ratios = loads.amax(1) / loads.mean(1)
-            metrics = {f"expert_load_ratio/layer_{layer}": float(ratio) for layer, ratio in enumerate(ratios)}
+            metrics = {
+                f"expert_load_ratio/layer_{layer}": float(ratio)
+                for layer, ratio in zip(sparse, ratios, strict=True)
+            }
             metrics |= {
                 "expert_load_ratio": float(ratios.max()),
                 "expert_idle_fraction": float((loads == 0).double().mean()),

@@ -34,6 +34,7 @@ class ExportEntry:
     shape: tuple[int, ...]  # of one tensor parallel rank's slice, vocabulary padding included
     split_dimension: int | None  # None: every tensor parallel rank holds all of it
     rows: int | None  # true vocabulary size, where the padding must not leave
+    dtype: str  # a torch dtype without its prefix
 
     @property
     def numel(self) -> int:
@@ -54,12 +55,17 @@ class ExportBucket:
 
     stage: int
     is_expert: bool
+    dtype: torch.dtype
     entries: tuple[ExportEntry, ...]
 
     @property
     def numel(self) -> int:
         """Elements of one rank's slices."""
         return sum(entry.numel for entry in self.entries)
+
+
+def _bucket(stage: int, is_expert: bool, entries: list[ExportEntry]) -> ExportBucket:
+    return ExportBucket(stage, is_expert, getattr(torch, entries[0].dtype), tuple(entries))
 
 
 @dataclass
@@ -90,7 +96,8 @@ class WeightExporter:
             rows = self.model.dims.vocab_size if rule.kind == "vocab" else None
             itemsize = row.parameter.element_size() * self._gather_size(rule.is_expert)
             for names, own in zip(self._names_of_all_owners(row), row.hf_names, strict=True):
-                entry = ExportEntry(names, tuple(slices[own].shape), rule.split_dimension, rows)
+                dtype = str(row.parameter.dtype).removeprefix("torch.")
+                entry = ExportEntry(names, tuple(slices[own].shape), rule.split_dimension, rows, dtype)
                 local[rule.is_expert].append((entry, entry.numel * itemsize))
             slices.forget()
         buckets = []
@@ -99,13 +106,14 @@ class WeightExporter:
                 pending: list[ExportEntry] = []
                 pending_bytes = 0
                 for entry, full_bytes in entries:
-                    if pending and pending_bytes + full_bytes > bucket_bytes:
-                        buckets.append(ExportBucket(stage, is_expert, tuple(pending)))
+                    is_full = pending_bytes + full_bytes > bucket_bytes
+                    if pending and (is_full or pending[0].dtype != entry.dtype):
+                        buckets.append(_bucket(stage, is_expert, pending))
                         pending, pending_bytes = [], 0
                     pending.append(entry)
                     pending_bytes += full_bytes
                 if pending:
-                    buckets.append(ExportBucket(stage, is_expert, tuple(pending)))
+                    buckets.append(_bucket(stage, is_expert, pending))
         return buckets
 
     def _names_of_all_owners(self, row: StageParameter) -> list[tuple[str, ...]]:
@@ -148,8 +156,8 @@ class WeightExporter:
                 yield name, entry.assemble([slices[name]])
             return
         owner = groups.ep_rank if bucket.is_expert else 0
-        parameter = next(self.model.chunks[0].parameters())
-        flat = torch.empty(group.size(), bucket.numel, dtype=parameter.dtype, device=parameter.device)
+        device = next(self.model.chunks[0].parameters()).device
+        flat = torch.empty(group.size(), bucket.numel, dtype=bucket.dtype, device=device)
         if groups.pp_rank == bucket.stage:
             torch.cat(
                 [slices[entry.names[owner]].reshape(-1) for entry in bucket.entries], out=flat[group.rank()]

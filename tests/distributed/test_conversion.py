@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen2Config
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -27,7 +27,31 @@ FAMILIES = {
     "quickstart_qwen3": None,
     "llama": LlamaConfig(vocab_size=37, **SHAPE),
     "qwen2": Qwen2Config(vocab_size=37, **SHAPE),
-}
+    "deepseek_v3": DeepseekV3Config(
+        **(SHAPE | {"num_key_value_heads": 4}), vocab_size=37, q_lora_rank=12, kv_lora_rank=8,
+        qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, first_k_dense_replace=1, n_routed_experts=4,
+        n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=8, num_nextn_predict_layers=1,
+    ),
+}  # fmt: skip
+
+
+def write_source(folder, config):
+    """A random model; of one with layers for multi-token prediction in bfloat16, these added as DeepSeek has
+    them and the router's bias in float32.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    added = getattr(config, "num_nextn_predict_layers", 0)
+    (model.bfloat16() if added else model).save_pretrained(folder)
+    if added:
+        file = folder / "model.safetensors"
+        tensors, layer = load_file(file), f"model.layers.{config.num_hidden_layers}."
+        tensors |= {
+            f"{layer}{name}": torch.randn(32, 64).bfloat16() for name in ("eh_proj.weight", "a.weight")
+        }
+        biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
+        tensors |= {name: torch.randn(4) for name in biases}
+        save_file(tensors, file, {"format": "pt"})
 
 
 def tool(name, *arguments):
@@ -120,8 +144,7 @@ def test_conversion_and_back_is_bit_equal(tmp_path, family):
     source = Path("examples/quickstart/model")
     if FAMILIES[family] is not None:
         source = tmp_path / "source"
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(source)
+        write_source(source, FAMILIES[family])
     for name, arguments in (
         ("convert_hf_to_megatron", (source, tmp_path / "megatron")),
         ("convert_megatron_to_hf", (tmp_path / "megatron", tmp_path / "back")),
@@ -132,7 +155,9 @@ def test_conversion_and_back_is_bit_equal(tmp_path, family):
         load_file(source / "model.safetensors"),
         load_file(tmp_path / "back" / "model.safetensors"),
     )
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
     AutoModelForCausalLM.from_pretrained(tmp_path / "back")
 
 

@@ -37,6 +37,7 @@ class SourceTensor:
     engine: str = ""  # the engine's parameter that the unit is fused into; empty: `name`
     place: int = 0  # among the unit's tensors, as they lie in it
     is_quantized: bool = False  # for engines that are
+    is_whole_in_engine: bool = False  # however it is split here
 
     def hf_name(self, expert: int = 0) -> str:
         """Return the HF tensor's name, of a stacked one that of one expert."""
@@ -144,7 +145,8 @@ def build_sources(
 def _of_rule(
     rule: "ParameterRule", layer: int | None, stage: int, padded_vocab_size: int
 ) -> Iterator[SourceTensor]:
-    unit = rule.megatron.format(layer=layer, expert="{expert}")
+    # rules with one parameter of an engine are one unit
+    unit = (rule.engine or rule.megatron).format(layer=layer, expert="{expert}")
     order = rule.engine_order or range(len(rule.hf))
     for number, (name, sizes) in enumerate(zip(rule.hf_names(layer), rule.shapes, strict=True)):
         split, shape = rule.split_dimension, tuple(map(int, sizes))
@@ -161,6 +163,8 @@ def _of_rule(
             size,
             rule.is_expert,
             engine=rule.engine.format(layer=layer),
-            place=list(order).index(number),
+            dtype="float32" if rule.is_float32 else None,
+            place=rule.engine_place + list(order).index(number),
             is_quantized=rule.is_quantized,
+            is_whole_in_engine=rule.is_whole_in_engine or rule.kind == "replicated",
         )

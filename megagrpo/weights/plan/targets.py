@@ -118,7 +118,7 @@ def _sharded(
 
 def _box_kept(source: SourceTensor, rank: int, grid: EngineGrid, head_dim: int) -> Box:
     box = list(whole(source.shape))
-    if source.kind == "replicated":
+    if source.is_whole_in_engine:
         return tuple(box)
     if source.is_expert:
         experts, cut_over = source.shape[0] // grid.ep, grid.tp // grid.ep

@@ -102,9 +102,7 @@ def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGrou
                     f"{gaps.max():.2e}"
                 )
     stored = load_file(folder / "model.safetensors")
-    weights = {
-        parameter.untyped_storage().data_ptr() for chunk in model.chunks for parameter in chunk.parameters()
-    }
+    weights = {row.parameter.untyped_storage().data_ptr() for row in model.named_rules()}
     exported, copied = {}, set()
     for name, tensor in WeightExporter(model, bucket_bytes=40_000).tensors():
         exported[name] = tensor.clone()

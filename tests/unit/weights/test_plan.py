@@ -139,8 +139,9 @@ def test_every_engine_rank_gets_what_it_keeps_exactly_once(family, layout, grid)
     + [EngineGrid(2, 4, 4, "sharded"), EngineGrid(1, 4, 2, "sharded")],
     ids=str,
 )
-def test_experts_reach_the_engine_ranks_that_share_them_out(layout, grid):
-    check(MODELS["qwen3_moe"], layout, grid)
+@pytest.mark.parametrize("family", [name for name, hf in MODELS.items() if hf.num_experts])
+def test_experts_reach_the_engine_ranks_that_share_them_out(family, layout, grid):
+    check(MODELS[family], layout, grid)
 
 
 @settings(max_examples=40, deadline=None)

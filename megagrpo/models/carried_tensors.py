@@ -1,0 +1,34 @@
+"""Tensors of an HF folder that are kept but not trained: layers for multi-token prediction, which lie behind
+the model's own. Exports and conversions carry them from their source.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megagrpo.models.hf_config import load_config_json
+from megagrpo.models.hf_files import SafetensorsFolder, is_carried
+from megagrpo.models.safetensors_file import safetensors_parts
+
+CARRIED_FILE = "carried.safetensors"  # in the `hf_files` of a converted Megatron checkpoint
+
+
+def carried_tensors(source: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of an HF folder's carried tensors, or of those beside a Megatron checkpoint."""
+    folder, raw = Path(source), load_config_json(source)
+    single = folder / CARRIED_FILE
+    if not single.is_file() and not any(folder.glob("model*.safetensors*")):
+        return
+    files = SafetensorsFolder(folder, single if single.is_file() else None)
+    for name in sorted(files.names()):
+        if is_carried(name, raw):
+            yield name, files.tensor_slice(name)[:]
+
+
+def save_carried_tensors(source: str | Path, target: Path) -> None:
+    """Write the carried tensors of the HF folder `source`, if it has any, into `target`."""
+    if tensors := dict(carried_tensors(source)):
+        with (target / CARRIED_FILE).open("wb") as file:
+            for part in safetensors_parts(tensors):
+                file.write(part)
