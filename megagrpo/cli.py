@@ -197,6 +197,21 @@ def report(
 
 
 @app.command()
+def show(
+    run_dir: Annotated[Path, typer.Argument(help="folder of a run")],
+    step: Annotated[int | None, typer.Option(help="default: the newest that was written")] = None,
+    held_out: Annotated[str | None, typer.Option(help="evaluation set; default: training prompts")] = None,
+    order: Annotated[str, typer.Option(help="prompt, best, worst, longest, mixed or changed")] = "prompt",
+    text: Annotated[str, typer.Option(help="only groups with these words")] = "",
+    count: Annotated[int, typer.Option(min=1, help="groups to print")] = 3,
+) -> None:
+    """Print completions of a run, whole groups with rewards, parts and gold answer."""
+    from megagrpo.telemetry.show import show_completions
+
+    show_completions(run_dir, step, held_out, order, text, count)
+
+
+@app.command()
 def convert(
     direction: Annotated[Direction, typer.Argument(help="hf-to-megatron or megatron-to-hf")],
     source: Annotated[Path, typer.Argument(help="folder to read")],

@@ -33,6 +33,7 @@ from megagrpo.supervision.supervisor import Supervisor
 from megagrpo.telemetry.activity import Activity
 from megagrpo.telemetry.clock import RunClock
 from megagrpo.telemetry.display import Display
+from megagrpo.telemetry.model_card import write_model_card
 from megagrpo.telemetry.recorder import NullRecorder, Recorder
 from megagrpo.telemetry.timers import PhaseTimers
 from megagrpo.trainer import Trainer
@@ -59,7 +60,14 @@ def run_training(
     recorder = NullRecorder()
     if is_first:
         display = display or Display(activity)
-        recorder = Recorder(run_dir, config.run.steps, config.telemetry, dump_config(config), display)
+        recorder = Recorder(
+            run_dir,
+            config.run.steps,
+            config.telemetry,
+            dump_config(config),
+            display,
+            on_summary=partial(_write_card, config),
+        )
     if crowding := describe_crowding(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         recorder.note(crowding)
     timers = PhaseTimers(
@@ -174,6 +182,11 @@ def build_checkpoints(
         tensors=session.publisher.exporter.tensors,
         note=recorder.note,
     )
+
+
+def _write_card(config: Config, summary: Mapping[str, Any]) -> None:
+    if config.run.export_hf:
+        write_model_card(Path(config.run.dir) / "hf", config, summary)
 
 
 def build_export(config: Config, exporter: WeightExporter, is_first: bool) -> Callable[[], None]:

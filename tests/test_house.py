@@ -62,7 +62,7 @@ PICKLING_CALLS = (
     *("send_object_list", "recv_object_list"),
 )
 PICKLING_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib")
-READ_ELSEWHERE = {"preset": "config/presets.py applies it to the raw file, before there is a section"}
+READ_ELSEWHERE: dict[str, str] = {}
 """Fields of the configuration that no code names, with who reads them."""
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megagrpo.config.run_sections import TelemetryConfig
 from megagrpo.telemetry.activity import Activity
@@ -89,11 +90,14 @@ class Recorder(NullRecorder):
         config: TelemetryConfig,
         run_config: str,
         display: Display | None = None,
+        on_summary: Callable[[Mapping[str, Any]], object] = lambda summary: None,
     ):
         """Args:
         run_config: the resolved configuration of the run, for `config.yaml`.
         display: the screen; a new one where None.
+        on_summary: writes what else is to be told of a finished run: the card of its export.
         """
+        self._on_summary = on_summary
         self._run_config = run_config
         self._display = display or Display(Activity(num_steps))
         self._shown: int | None = None  # step whose own numbers are on the screen
@@ -220,16 +224,14 @@ class Recorder(NullRecorder):
         """See NullRecorder."""
         for name, writer in self._writers.items():
             self._patiently(name, writer.close)
-        rows = read_rows(self._run_dir / METRICS)
-        path = save_summary(
-            self._run_dir,
-            build_summary(
-                rows,
-                wall_seconds=wall_seconds,
-                peak_rss_bytes=peak_rss_bytes,
-                peak_device_bytes=peak_device_bytes,
-            ),
+        summary = build_summary(
+            read_rows(self._run_dir / METRICS),
+            wall_seconds=wall_seconds,
+            peak_rss_bytes=peak_rss_bytes,
+            peak_device_bytes=peak_device_bytes,
         )
+        path = save_summary(self._run_dir, summary)
+        self._patiently("model card", partial(self._on_summary, summary))
         self.note(f"done: results in {self._run_dir}, summary in {path}")
         if loss is not None:
             self.note(f"warning: {loss}")
