@@ -36,11 +36,13 @@ class Registry(Generic[Entry]):
         read: Callable[[Any], Entry] | None = None,
         how_to_add: str = "your own as FILE.py:NAME",
     ):
-        """Args:
-        kind: what the entries are, in the words of messages.
-        read: makes the entry of a user's attribute, and raises UserError with what the attribute lacks;
-            None: the attribute is the entry.
-        how_to_add: what messages offer beside the registered names.
+        """Begin without entries.
+
+        Args:
+            kind: what the entries are, in the words of messages.
+            read: makes the entry of a user's attribute, and raises UserError with what the attribute lacks;
+                None: the attribute is the entry.
+            how_to_add: what messages offer beside the registered names.
         """
         self.kind, self._read, self._how_to_add = kind, read, how_to_add
         self._entries: dict[str, Entry] = {}

@@ -225,6 +225,18 @@ def test_functions_are_short():
     check_exceptions(long, LONG_FUNCTIONS)
 
 
+def test_docstrings_begin_with_a_sentence():
+    """The arguments come below it, indented."""
+    without = [
+        f"{path.relative_to(PACKAGE)} {node.name}"
+        for path in modules()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and re.match(r"(Args|Returns|Raises):", ast.get_docstring(node) or "")
+    ]
+    assert not without
+
+
 def test_no_room_is_more_than_a_share_of_the_house():
     lines: dict[str, int] = {}
     for path in modules():

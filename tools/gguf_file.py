@@ -1,8 +1,8 @@
 """Read a GGUF file: its metadata and its tensors as float32 arrays.
 
 Format: github.com/ggml-org/ggml, docs/gguf.md (versions 2 and 3, little-endian); block layouts: ggml's
-    `ggml-common.h`. A quantised row is
-a series of blocks of 32 weights, each with a float16 scale d (and minimum m), low nibbles first:
+`ggml-common.h`. A quantised row is a series of blocks of 32 weights, each with a float16 scale d (and minimum
+m), low nibbles first:
 
     Q4_0: d, 16 bytes     w = d * (q - 8)          Q8_0: d, 32 int8     w = d * q
     Q4_1: d, m, 16 bytes  w = d * q + m            F32, F16: as they are

@@ -1,13 +1,12 @@
 """The one reducer: a weight per sequence, with the denominator of the whole mini-batch.
 
 Sources: sequence_mean is GRPO's (DeepSeekMath, arXiv 2402.03300, Eq. 3), group_token_mean DAPO's (arXiv
-    2503.14476, Eq. 12: all tokens of
-a group alike, then the mean over groups), constant Dr. GRPO's (arXiv 2503.20783, Section 3.2).
+2503.14476, Eq. 12: all tokens of a group alike, then the mean over groups), constant Dr. GRPO's (arXiv
+2503.20783, Section 3.2).
 
 Differences from the papers: completions without a valid token are not counted, so a ragged group is averaged
-    over what it has;
-sequence_mean weighs all completions of the mini-batch alike (the papers have equal groups, where both
-readings agree).
+over what it has; sequence_mean weighs all completions of the mini-batch alike (the papers have equal groups,
+where both readings agree).
 
 The trainer passes the lengths of ALL sequences of the mini-batch (every data-parallel rank, every
 micro-batch, those skipped for a zero advantage too). So the weights need no communication, and the loss is

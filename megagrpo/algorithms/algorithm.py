@@ -1,10 +1,9 @@
 """One algorithm: advantages, token loss, KL and entropy as the configuration combines them.
 
 What the trainer calls, in this order: `shape_rewards`, `advantages`, (`correct` where old and rollout
-    log-probs differ), then for each
-mini-batch `token_weights` once and for each micro-batch `token_loss` and `aggregate_loss`; at the step's end
-`update_kl`. Where `correction_before_advantages` is true, `correct` comes first and its rejected completions
-are invalid for the advantages.
+log-probs differ), then for each mini-batch `token_weights` once and for each micro-batch `token_loss` and
+`aggregate_loss`; at the step's end `update_kl`. Where `correction_before_advantages` is true, `correct` comes
+first and its rejected completions are invalid for the advantages.
 """
 
 from collections.abc import Callable

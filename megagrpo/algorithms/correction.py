@@ -6,15 +6,13 @@ rollout_logprobs), the actor before the update over the engine. Everything here 
 micro-batch of the update and carries no gradient.
 
 Sources: truncated importance sampling: Ionides (2008), and Yao et al., "Your Efficient RL Framework Secretly
-    Brings You Off-Policy RL
-Training" (2025); band masking: IcePop, in Ring-1T (arXiv 2510.18855); sequence rejection and veto: the
-rollout correction that verl documents.
+Brings You Off-Policy RL Training" (2025); band masking: IcePop, in Ring-1T (arXiv 2510.18855); sequence
+rejection and veto: the rollout correction that verl documents.
 
 Differences from the papers: what is masked leaves numerator, denominator and (whole sequences) the group
-    statistics alike; IcePop keeps
-masked tokens in its denominator. Band and weight are apart: IcePop as published is `importance: token`,
-`band_low: 0.5`, `band_high: 5`,
-`importance_cap: 5`. Products are formed in log space in float64, so no bound is ever passed by an overflow.
+statistics alike; IcePop keeps masked tokens in its denominator. Band and weight are apart: IcePop as
+published is `importance: token`, `band_low: 0.5`, `band_high: 5`, `importance_cap: 5`. Products are formed in
+log space in float64, so no bound is ever passed by an overflow.
 """
 
 from collections.abc import Callable, Mapping

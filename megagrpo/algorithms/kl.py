@@ -2,12 +2,11 @@
 coefficient.
 
 Source: Schulman, "Approximating KL divergence" (2020) for k1, k2 and k3; k3 in the loss: DeepSeekMath (arXiv
-    2402.03300, Eq. 4); adaptive
-coefficient: Ziegler et al. (arXiv 1909.08593).
+2402.03300, Eq. 4); adaptive coefficient: Ziegler et al. (arXiv 1909.08593).
 
 Differences from the papers: near u = 0 k3 uses its Taylor series (exp(u) - u - 1 cancels there in float32)
-    and above `linear_above`
-it goes on along its tangent: it neither overflows nor loses its gradient where the penalty is needed most.
+and above `linear_above` it goes on along its tangent: it neither overflows nor loses its gradient where the
+penalty is needed most.
 
 As a loss, the gradient of k1 has expectation 0 (it only adds noise); k2's is that of KL(actor || reference),
 k3's that of KL(reference || actor), each on policy; with `add_score_term` k1 and k3 have that of

@@ -131,9 +131,8 @@ def finalize_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Return the numbers that are logged: results of all metrics, and those derived from several of them.
 
     Derived: `clip_fraction` (low + high + dual), `rollout_perplexity` and `old_perplexity` (exp of the
-        negative mean log-prob), and
-    `effective_sample_fraction` = (sum w)^2 / (n sum w^2) of the correction's weights. Metrics without a value
-    are left out.
+    negative mean log-prob), and `effective_sample_fraction` = (sum w)^2 / (n sum w^2) of the correction's
+    weights. Metrics without a value are left out.
     """
     results = {name: result for name, metric in metrics.items() if (result := metric.result()) is not None}
     clips = [

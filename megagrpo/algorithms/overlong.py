@@ -3,9 +3,8 @@
 Source: DAPO (arXiv 2503.14476), Eq. 13 (soft overlong punishment) and Section 3.4 (overlong filtering).
 
 Differences from the paper: the deduction is scaled by `penalty` (the paper's is 1), and a completion that was
-    cut (by the limit or by the
-context) gets all of it. Masking makes the completion invalid, so it leaves the group's statistics as well as
-the loss.
+cut (by the limit or by the context) gets all of it. Masking makes the completion invalid, so it leaves the
+group's statistics as well as the loss.
 """
 
 import torch

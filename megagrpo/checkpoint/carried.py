@@ -31,8 +31,8 @@ class RandomStates:
     """The process-wide generators of a rank.
 
     Nothing of a run draws from them: prompt order and sampling are functions of counters. They are kept for
-        code of the user's that does.
-    On another number of ranks, rank r goes on with part r modulo the old number.
+    code of the user's that does. On another number of ranks, rank r goes on with part r modulo the old
+    number.
     """
 
     def __init__(self, rank: int):

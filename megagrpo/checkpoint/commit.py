@@ -37,9 +37,11 @@ class Commit:
     """The commit of one save, under way from its creation on."""
 
     def __init__(self, folder: Path, writer: ShardWriter, contents: Contents, retention: names.Retention):
-        """Args:
-        folder: of the checkpoints.
-        writer: of the first rank; all ranks have written.
+        """Begin to commit, in a thread.
+
+        Args:
+            folder: of the checkpoints.
+            writer: of the first rank; all ranks have written.
         """
         self.folder, self.writer, self.contents, self.retention = folder, writer, contents, retention
         self._work = BackgroundWork(self._run, "commit")

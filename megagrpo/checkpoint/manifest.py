@@ -64,7 +64,7 @@ class ChecksummedFile:
     """A new file, written from start to end; forced to disk when the context ends.
 
     Not buffered: what is large comes in large pieces, for which neither the write nor the checksum holds
-        Python's lock.
+    Python's lock.
     """
 
     def __init__(self, folder: Path, name: str):

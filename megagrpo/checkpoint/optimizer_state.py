@@ -87,9 +87,11 @@ class OwnedOptimizerState:
     """The parameters of one DistributedOptimizer, who writes each, and their state as a save needs it."""
 
     def __init__(self, optimizer: Any, name: str):
-        """Args:
-        optimizer: Megatron's DistributedOptimizer.
-        name: tells its staging buffers from those of other optimizers.
+        """List the parameters, and who owns which.
+
+        Args:
+            optimizer: Megatron's DistributedOptimizer.
+            name: tells its staging buffers from those of other optimizers.
         """
         self.optimizer, self.name = optimizer, name
         self.group: dist.ProcessGroup = optimizer.data_parallel_group

@@ -2,8 +2,7 @@
 read back.
 
 collect   model and optimizer as ShardedTensors with global names; of everything that several ranks hold one
-rank is the owner, whose
-          part is copied to host memory (`staging.py`); the others write nothing
+          rank is the owner, whose part is copied to host memory (`staging.py`); the others write nothing
 load      any layout reads what any other has written
 """
 

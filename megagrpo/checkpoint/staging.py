@@ -1,8 +1,8 @@
 """Host memory that a save is copied to, so that training goes on while it is written.
 
 The buffers are kept between saves: memory that is touched for the first time costs a page fault per page,
-    which takes as long as the
-copy itself. They hold exactly the bytes that this rank writes, a tensor that is written under two names once.
+which takes as long as the copy itself. They hold exactly the bytes that this rank writes, a tensor that is
+written under two names once.
 """
 
 from collections.abc import Hashable

@@ -1,7 +1,8 @@
 """Writes one checkpoint's shards, each rank its own, in a thread.
 
 start()     this rank: a thread writes the shards from host memory with their checksums, and forces them to
-disk is_done     asked at every step; file writes and checksums hold no Python lock
+            disk
+is_done     asked at every step; file writes and checksums hold no Python lock
 problems()  all ranks: what any of them has met
 commit()    first rank: what the others have noted is read, and torch's and Megatron's metadata are written
 
@@ -51,10 +52,12 @@ class ShardWriter:
     """This rank's part in the writing of one checkpoint."""
 
     def __init__(self, folder: Path, plan: ShardPlan, own_files: Mapping[str, FileContents]):
-        """Args:
-        folder: where to, on a file system that all ranks share.
-        plan: this rank's shards.
-        own_files: further files of this rank: name -> contents.
+        """Take what this rank writes; nothing is written yet.
+
+        Args:
+            folder: where to, on a file system that all ranks share.
+            plan: this rank's shards.
+            own_files: further files of this rank: name -> contents.
         """
         self.folder, self.plan, self.own_files = folder, plan, dict(own_files)
         self.outcome = WriteOutcome()

@@ -20,8 +20,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     """Read the file at `path`, its bases, the overrides and the preset; return the checked configuration.
 
     Later wins: base files, the file itself, overrides. Mappings merge, lists replace. `algorithm.preset`
-        fills only what none of them set.
-    Relative paths stay relative to the current directory; `base` alone is relative to the file that names it.
+    fills only what none of them set. Relative paths stay relative to the current directory; `base` alone is
+    relative to the file that names it.
 
     Args:
         path: a YAML file.

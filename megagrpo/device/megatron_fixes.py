@@ -165,7 +165,7 @@ def check_pipeline_flags(config: Any) -> None:
 
     With two stages the previous and the next rank are the same one, and a batch sends both directions over
     one group: what was meant as an activation is received as a gradient (p2p_communication._batched_p2p_ops).
-        Unbatched, one direction goes over another group.
+    Unbatched, one direction goes over another group.
 
     Args:
         config: TransformerConfig.

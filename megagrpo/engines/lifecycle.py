@@ -60,10 +60,12 @@ class EngineLifecycle:
     """
 
     def __init__(self, updates_in_place: bool = False, find_loss: Callable[[], str | None] = lambda: None):
-        """Args:
-        updates_in_place: weights are overwritten where `generate` reads them, so neither an update nor
-            sleep may begin while it runs.
-        find_loss: says why the engine's process is dead; None while it is not.
+        """Begin empty: no version serves.
+
+        Args:
+            updates_in_place: weights are overwritten where `generate` reads them, so neither an update nor
+                sleep may begin while it runs.
+            find_loss: says why the engine's process is dead; None while it is not.
         """
         self._updates_in_place, self._find_loss = updates_in_place, find_loss
         self._lock = threading.Lock()  # one thread generates while another asks for an update

@@ -22,8 +22,10 @@ class Evaluator:
         every: int,
         num_steps: int,
     ):
-        """Args:
-        every: steps between evaluations; 0: before the first step and after the last one alone.
+        """Take what evaluations need; nothing is generated yet.
+
+        Args:
+            every: steps between evaluations; 0: before the first step and after the last one alone.
         """
         self._generator, self._sets, self._rollout, self._seed = generator, sets, rollout, seed
         self._every, self._num_steps = every, num_steps

@@ -46,12 +46,14 @@ class ReplicaRecovery:
         is_stopping: Callable[[], bool] = lambda: False,
         waiting: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        """Args:
-        engine: this rank's view of its replica.
-        owners: the rank that starts each replica.
-        is_stopping: says whether this rank knows that the run is to stop; then nobody waits for a
-            restart.
-        waiting: what all ranks are in while they wait for a restart, because nothing else is left.
+        """Begin with every replica as `states` has it.
+
+        Args:
+            engine: this rank's view of its replica.
+            owners: the rank that starts each replica.
+            is_stopping: says whether this rank knows that the run is to stop; then nobody waits for a
+                restart.
+            waiting: what all ranks are in while they wait for a restart, because nothing else is left.
         """
         self.engine, self.states, self.owners, self.rank, self._is_stopping = (
             engine,

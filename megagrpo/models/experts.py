@@ -10,7 +10,7 @@ Differences from Megatron-core's TopKRouter:
   micro-batch split. Megatron's `aux_loss` is a function of the micro-batch, and NaN for one of padding alone.
 
 Routing is dropless: an expert takes all tokens that choose it, so a token's output does not depend on the
-    other tokens.
+other tokens.
 """
 
 from typing import Any
@@ -98,8 +98,8 @@ class SequenceRouter(TopKRouter):
 
         DeepSeek-V3 (arXiv 2412.19437), Eq. 17 to 20, for each sequence, averaged over the sequences of the
         optimizer update: coef * sum_i f_i P_i with f_i = E / (K L) * count_i and P_i = mean over the L tokens
-            of the router's probability of expert i.
-        It is 1 * coef where the load is even. The layers' losses are added.
+        of the router's probability of expert i. It is 1 * coef where the load is even. The layers' losses are
+        added.
         """
         sequences = self.sequences
         segments = sequences.local_segment_ids(len(chosen), self.tp_group)
@@ -152,7 +152,7 @@ class MoETransformerLayer(TransformerLayer):
     """Tells its router which sequences the micro-batch holds.
 
     The layer is the innermost place that knows: with activation recompute the backward pass calls it again
-        with the same input.
+    with the same input.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -21,8 +21,10 @@ class SafetensorsFolder:
     """The tensors of an HF folder, sharded over files or not, read by name and slice."""
 
     def __init__(self, folder: str | Path, file: Path | None = None):
-        """Args:
-        file: the only one that is read; None: those of the model.
+        """Take the files and what is read of them.
+
+        Args:
+            file: the only one that is read; None: those of the model.
         """
         self.folder = Path(folder)
         self._handles: dict[Path, Any] = {}

@@ -17,10 +17,10 @@ def inverse_frequencies(hf: HFConfig) -> torch.Tensor:
     """Return the rotary inverse frequencies, float32 [rotary_dim / 2].
 
     `default`: theta^(-2i/d) (Su et al. 2021, arXiv 2104.09864, Eq. 15). `linear`: divided by `factor`.
-        `llama3`: low frequencies are
-    divided by `factor`, high ones kept, those between interpolated (Llama 3.1 reference implementation).
-        `yarn`: as llama3, with a ramp over the dimensions between the bounds `beta_fast` and `beta_slow`,
-        in rotations over the original context (Peng et al. 2023, arXiv 2309.00071, sections 3.2 and 3.3).
+    `llama3`: low frequencies are divided by `factor`, high ones kept, those between interpolated (Llama 3.1
+    reference implementation). `yarn`: as llama3, with a ramp over the dimensions between the bounds
+    `beta_fast` and `beta_slow`, in rotations over the original context (Peng et al. 2023, arXiv 2309.00071,
+    sections 3.2 and 3.3).
     """
     exponents = torch.arange(0, hf.rotary_dim, 2, dtype=torch.int64).float() / hf.rotary_dim
     frequencies = 1.0 / hf.rope_theta**exponents

@@ -135,7 +135,7 @@ def merge(rule: ParameterRule, parts: list[torch.Tensor], dims: Dimensions, tp: 
     """Lay one rank's slices of the HF tensors out as the Megatron parameter of that rank.
 
     `qkv` is interleaved by query group: for each group its query heads, then its key head, then its value
-        head.
+    head.
     """
     if rule.kind == "qkv":
         groups = dims.num_query_groups // tp

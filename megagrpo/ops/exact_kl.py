@@ -54,8 +54,7 @@ def linear_exact_kl(
     differentiable in hidden and weight.
 
     Collective over `group`: one MAX and two SUM all-reduces in the forward, and one SUM of dL/dhidden in the
-        backward where
-    `reduce_hidden_grad`; none where T is 0.
+    backward where `reduce_hidden_grad`; none where T is 0.
 
     Args:
         hidden: [T, H] float, the actor's. The same on every rank of the group.

@@ -1,10 +1,9 @@
 """The elementwise passes over a tile of logits in one kernel each, for accelerators.
 
 On a CPU a tile stays in cache between the passes, and they run one after the other, in place
-(`RowStatistics`, `LogitGradient`). On an
-accelerator a tile lies in memory: one after the other, the statistics with their entropy read or write it
-    nine times and the gradient
-eight; fused by `torch.compile` they read it twice, and read and write it once.
+(`RowStatistics`, `LogitGradient`). On an accelerator a tile lies in memory: one after the other, the
+statistics with their entropy read or write it nine times and the gradient eight; fused by `torch.compile`
+they read it twice, and read and write it once.
 """
 
 from collections.abc import Callable

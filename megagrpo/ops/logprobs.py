@@ -44,8 +44,7 @@ def linear_logprobs(
     weight.
 
     Collective over `group`: one MAX and one SUM all-reduce in the forward, and one SUM of dL/dhidden in the
-        backward where
-    `reduce_hidden_grad`; none where T is 0 (every rank of the group has the same rows).
+    backward where `reduce_hidden_grad`; none where T is 0 (every rank of the group has the same rows).
 
     Args:
         hidden: [T, H] float; only the rows that take part in the loss. The same on every rank of the group.

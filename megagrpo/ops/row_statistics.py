@@ -1,9 +1,8 @@
 """Softmax statistics of rows whose logits are seen one vocabulary tile at a time.
 
 Everything is in base 2: x = logit * log2(e) / temperature, so that the exponentials are `exp2` (a third of
-    the cost of `exp` on a CPU)
-and the factor rides along in the GEMM. With m the running maximum, a row keeps (Milakov & Gimelshein 2018,
-arXiv:1805.02867, Algorithm 3, extended by the first moment)
+the cost of `exp` on a CPU) and the factor rides along in the GEMM. With m the running maximum, a row keeps
+(Milakov & Gimelshein 2018, arXiv:1805.02867, Algorithm 3, extended by the first moment)
 
     total = sum_j 2^(x_j - m)        moment = sum_j 2^(x_j - m) (x_j - m)        target = x_y
 

@@ -69,16 +69,15 @@ def linear_token_loss(
     quarters of its GEMMs.
 
     With a reference the loss also sees the exact KL: loss_fn(log-prob, entropy, rows, kl), at four GEMMs
-        where `linear_exact_kl` has six.
+    where `linear_exact_kl` has six.
 
     Collective over `group`: one MAX and one SUM for each chunk of rows that fits the stash (see the module's
-        head), and one SUM of
-    dL/dhidden, in the forward; none where T is 0.
+    head), and one SUM of dL/dhidden, in the forward; none where T is 0.
 
     The weight's gradient goes to `weight.main_grad` in the FORWARD where the parameter has one. It must
     therefore be zeroed before the forward, the call must not be replayed by activation recompute, and the
     factor that the backward will bring must be known: it is `loss_scale` (for example 1 / micro-batches, or
-        the dynamic scale of float16).
+    the dynamic scale of float16).
 
     Args:
         hidden: [T, H] float; only the rows that take part in the loss. The same on every rank of the group.

@@ -1,8 +1,7 @@
 """The rank grid as pure arithmetic: which rank holds which shard. Imports no torch.
 
 Order of the axes, fastest first: tp, cp, dp, pp (Megatron-core's default `tp-cp-ep-dp-pp` without an expert
-    axis). Experts have a grid
-of their own over the same ranks: etp, ep, expert dp, pp.
+axis). Experts have a grid of their own over the same ranks: etp, ep, expert dp, pp.
 """
 
 import math

@@ -83,7 +83,7 @@ def all_gather_tokens(local: torch.Tensor, group: dist.ProcessGroup | None) -> t
     ...].
 
     Collective over `group`: an all-gather in the forward, a reduce-scatter of the gradient in the backward.
-        Differentiable.
+    Differentiable.
     """
     return local if group is None or group.size() == 1 else _AllGatherTokens.apply(local, group)
 

@@ -50,10 +50,12 @@ class Actor:
         overlap_param_gather: bool = False,
         counts: Counts = count_nothing,
     ):
-        """Args:
-        overlap_grad_reduce: reduce gradients bucket by bucket while the last micro-batch's backward runs.
-        overlap_param_gather: gather updated weights while the next forward runs; see `gather_parameters`.
-        counts: told of each micro-batch.
+        """Wrap the stage for training.
+
+        Args:
+            overlap_grad_reduce: reduce gradients bucket by bucket while the last micro-batch's backward runs.
+            overlap_param_gather: gather updated weights while the next forward runs; see `gather_parameters`.
+            counts: told of each micro-batch.
         """
         self.model = model
         self.options, self.counts = optimizer, counts

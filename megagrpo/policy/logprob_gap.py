@@ -112,9 +112,11 @@ class LogprobGapGate:
     """
 
     def __init__(self, config: LogprobGapConfig, warn_above: float | None, note: Callable[[str], None]):
-        """Args:
-        warn_above: what `config.warn_above` came to; None: never.
-        note: told the warnings.
+        """Take the bounds.
+
+        Args:
+            warn_above: what `config.warn_above` came to; None: never.
+            note: told the warnings.
         """
         self._config, self._warn_above, self._note = config, warn_above, note
         self._noted_at: int | None = None  # step of the last warning

@@ -40,8 +40,8 @@ class PolicyLoss:
 
     Where `_may_take_chunks`, the gradient is formed while the logits are there (three GEMMs, four with the
     exact KL: `linear_token_loss`); otherwise the backward recomputes the logits (four and six GEMMs:
-        `linear_logprobs`, `linear_exact_kl`). Either way a micro-batch under
-    tensor parallelism costs one MAX and one SUM over its rows.
+    `linear_logprobs`, `linear_exact_kl`). Either way a micro-batch under tensor parallelism costs one MAX and
+    one SUM over its rows.
     """
 
     def __init__(
@@ -54,11 +54,13 @@ class PolicyLoss:
         largest_gap: LargestGap | None,
         is_comparable: bool = True,
     ):
-        """Args:
-        largest_gap: told of every row where these are the first log-probs of the step, to be compared
-            with the engine's; None where that has been done, or the actor has moved.
-        reference: the reference's stage, where the exact KL needs its output weight.
-        is_comparable: the engine's log-probs are over the same tokens as the actor's.
+        """Take what the loss of one update is made of.
+
+        Args:
+            largest_gap: told of every row where these are the first log-probs of the step, to be compared
+                with the engine's; None where that has been done, or the actor has moved.
+            reference: the reference's stage, where the exact KL needs its output weight.
+            is_comparable: the engine's log-probs are over the same tokens as the actor's.
         """
         self.model, self.algorithm, self.temperature = model, algorithm, temperature
         self.sequences, self.reference, self.largest_gap = sequences, reference, largest_gap

@@ -59,9 +59,11 @@ class PriorPasses:
         temperature: float,
         is_comparable: bool,
     ):
-        """Args:
-        temperature: of the log-probs.
-        is_comparable: engine and actor mean the same by a log-prob.
+        """Take the models that the passes run through.
+
+        Args:
+            temperature: of the log-probs.
+            is_comparable: engine and actor mean the same by a log-prob.
         """
         self.actor, self.reference, self.algorithm, self.groups = actor, reference, algorithm, groups
         self.updates_per_step, self.temperature = updates_per_step, temperature

@@ -78,14 +78,16 @@ class PolicyUpdater:
         rewards: RewardsConfig,
         is_comparable: bool = True,
     ):
-        """Args:
-        reference: None where no penalty needs it.
-        builder: of this rank's micro-batches.
-        rules: by which they are planned.
-        update: how many updates a step has.
-        rollout: how the engine sampled.
-        rewards: whose weights some advantages need part by part.
-        is_comparable: the engine's log-probs are over the same tokens as the actor's.
+        """Take the models and the sections that say how they learn.
+
+        Args:
+            reference: None where no penalty needs it.
+            builder: of this rank's micro-batches.
+            rules: by which they are planned.
+            update: how many updates a step has.
+            rollout: how the engine sampled.
+            rewards: whose weights some advantages need part by part.
+            is_comparable: the engine's log-probs are over the same tokens as the actor's.
         """
         self.actor, self.reference, self.algorithm, self.groups = actor, reference, algorithm, groups
         self.update, self.temperature = update, rollout.temperature

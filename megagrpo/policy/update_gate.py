@@ -23,9 +23,11 @@ class UpdateGate:
         max_nonfinite_in_a_row: int,
         note: Callable[[str], None],
     ):
-        """Args:
-        max_nonfinite_in_a_row: updates that are not finite, one after the other, that end the run.
-        note: told what the user should know, on all ranks; rank 0 prints it.
+        """Take the bounds, and begin with no history.
+
+        Args:
+            max_nonfinite_in_a_row: updates that are not finite, one after the other, that end the run.
+            note: told what the user should know, on all ranks; rank 0 prints it.
         """
         self._config, self._logprob_gap, self._note = spikes, logprob_gap, note
         self._max_nonfinite = max_nonfinite_in_a_row

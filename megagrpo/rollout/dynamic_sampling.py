@@ -2,9 +2,8 @@
 new prompts.
 
 Differences from the paper: the number of extra rounds is bounded, after which the step trains on the groups
-    it has; a round draws
-only as many prompts as are missing. All decisions are functions of all-gathered rewards, so every rank
-decides alike.
+it has; a round draws only as many prompts as are missing. All decisions are functions of all-gathered
+rewards, so every rank decides alike.
 """
 
 import math

@@ -52,12 +52,14 @@ class RolloutGenerator:
         revive: Callable[[], bool] = lambda: False,
         counts: Counts = count_nothing,
     ):
-        """Args:
-        revive: starts lost replicas anew when none is left, says if any is then. Collective.
-        replica_of_rank: the engine replica that each rank generates through.
-        is_embedded: the engine is part of the rank: where it fails, another rank's would too. Otherwise
-            other replicas take over.
-        counts: told of this rank's completions and scores, as they come.
+        """Take an engine that serves, and the rewards' workers.
+
+        Args:
+            revive: starts lost replicas anew when none is left, says if any is then. Collective.
+            replica_of_rank: the engine replica that each rank generates through.
+            is_embedded: the engine is part of the rank: where it fails, another rank's would too. Otherwise
+                other replicas take over.
+            counts: told of this rank's completions and scores, as they come.
         """
         self.engine, self.rewards, self.groups, self.is_embedded = engine, rewards, groups, is_embedded
         self.replicas = ReplicaStates(replica_of_rank)

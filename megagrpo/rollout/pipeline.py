@@ -45,13 +45,15 @@ class RolloutPipeline:
         allowed_changes: Sequence[str],
         note: Callable[[str], None],
     ):
-        """Args:
-        rollout: how many groups a step has, and how they are sampled.
-        algorithm: whether groups without a signal are drawn again.
-        num_steps: of the run: nothing is generated after the last.
-        seed: of the sampling.
-        allowed_changes: `run.allow_config_changes`, for a run that goes on with other prompts.
-        note: told where it does.
+        """Begin before the first step of the run.
+
+        Args:
+            rollout: how many groups a step has, and how they are sampled.
+            algorithm: whether groups without a signal are drawn again.
+            num_steps: of the run: nothing is generated after the last.
+            seed: of the sampling.
+            allowed_changes: `run.allow_config_changes`, for a run that goes on with other prompts.
+            note: told where it does.
         """
         self.rollout, self.algorithm, self.num_steps, self.seed = rollout, algorithm, num_steps, seed
         self.generator, self.sampler = generator, sampler

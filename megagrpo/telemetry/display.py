@@ -29,9 +29,11 @@ class Display:
     def __init__(
         self, activity: Activity, file: TextIO | None = None, heartbeat_seconds: float = HEARTBEAT_SECONDS
     ):
-        """Args:
-        file: where to print; standard output where None.
-        heartbeat_seconds: between two lines of a screen that would show nothing otherwise.
+        """Open the screen.
+
+        Args:
+            file: where to print; standard output where None.
+            heartbeat_seconds: between two lines of a screen that would show nothing otherwise.
         """
         self.activity, self._heartbeat_seconds = activity, heartbeat_seconds
         self._console = _Console(file=file, highlight=False, soft_wrap=True)

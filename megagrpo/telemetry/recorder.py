@@ -92,10 +92,12 @@ class Recorder(NullRecorder):
         display: Display | None = None,
         on_summary: Callable[[Mapping[str, Any]], object] = lambda summary: None,
     ):
-        """Args:
-        run_config: the resolved configuration of the run, for `config.yaml`.
-        display: the screen; a new one where None.
-        on_summary: writes what else is to be told of a finished run: the card of its export.
+        """Take what is recorded where; files are opened by `open`.
+
+        Args:
+            run_config: the resolved configuration of the run, for `config.yaml`.
+            display: the screen; a new one where None.
+            on_summary: writes what else is to be told of a finished run: the card of its export.
         """
         self._on_summary = on_summary
         self._run_config = run_config

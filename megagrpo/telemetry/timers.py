@@ -25,12 +25,14 @@ class PhaseTimers:
         on_enter: Sequence[Callable[[str], None]] = (),
         on_leave: Sequence[Callable[[str, float], None]] = (),
     ):
-        """Args:
-        synchronize: called at both ends of a phase, e.g. `device.finish_queued_work`; without it work that a
-            device has only queued is counted in the phase that waits for it.
-        on_enter: told each phase's name as it starts, e.g. for a live display.
-        on_leave: told each phase's name and wall-clock seconds as it ends, while the exception that ends
-            it is handled.
+        """Begin with no seconds.
+
+        Args:
+            synchronize: called at both ends of a phase, e.g. `device.finish_queued_work`; without it work
+                that a device has only queued is counted in the phase that waits for it.
+            on_enter: told each phase's name as it starts, e.g. for a live display.
+            on_leave: told each phase's name and wall-clock seconds as it ends, while the exception that ends
+                it is handled.
         """
         self._synchronize = synchronize
         self.on_enter, self.on_leave = list(on_enter), list(on_leave)

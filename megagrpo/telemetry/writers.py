@@ -19,9 +19,8 @@ class Writer(Protocol):
     write now.
 
     run_dir: the run's folder; it exists. last_step: the step that the run resumed after, None for a new run:
-        rows of later steps
-    (all rows, for a new run) that are still in the folder must not be seen again, so that no step is recorded
-    twice.
+    rows of later steps (all rows, for a new run) that are still in the folder must not be seen again, so that
+    no step is recorded twice.
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -80,8 +79,7 @@ class TensorboardWriter:
     shows.
 
     Events are written here and now: the thread that torch's SummaryWriter writes in dies of the first error
-        of the storage, and the next
-    flush then waits for it for ever.
+    of the storage, and the next flush then waits for it for ever.
     """
 
     def __init__(self, run_dir: Path, last_step: int | None = None):

@@ -1,9 +1,10 @@
 """Streams the actor's weights as full HF tensors, bucket by bucket, to every rank.
 
 plan (once)     which stage owns which HF tensors, in which buckets: all-gathered metadata, the same on all
-ranks gather          the owner's tensor parallel ranks all-gather their slices of one bucket in one
-collective; experts are gathered over the
-                expert parallel ranks in the same way, the k-th expert of each rank together
+                ranks
+gather          the owner's tensor parallel ranks all-gather their slices of one bucket in one collective;
+                experts are gathered over the expert parallel ranks in the same way, the k-th expert of each
+                rank together
 broadcast       the full bucket goes down the pipeline group in one collective
 
 A rank that holds all of a tensor that no other stage needs hands out its own weights: no bucket is made. Each

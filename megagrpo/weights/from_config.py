@@ -73,7 +73,7 @@ def choose_transport(
     """Return the transport of a run. Collective over all ranks.
 
     `auto`: shared memory where all ranks and engines are on one machine, else a process group with the
-        engines' ranks.
+    engines' ranks.
 
     Args:
         engine_host: of this rank's engine.

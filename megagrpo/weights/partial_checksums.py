@@ -1,10 +1,9 @@
 """CRC-32 of a tensor from parts that no rank holds together. Pure.
 
 CRC-32 is affine over GF(2): for byte strings of one length crc(a ^ b) = crc(a) ^ crc(b) ^ crc(zeros). So a
-part has a share, which its
-holder makes alone: the linear part of the checksum of a tensor that is zero outside of it. The shares of
-    parts that do not overlap, and
-the checksum of as many zeros, combine by XOR to the checksum of the whole, wherever the parts lie.
+part has a share, which its holder makes alone: the linear part of the checksum of a tensor that is zero
+outside of it. The shares of parts that do not overlap, and the checksum of as many zeros, combine by XOR to
+the checksum of the whole, wherever the parts lie.
 
     share = Z(bytes behind) * (run_0 Z(stride)^(R-1) ^ ... ^ run_(R-1)),  Z(n): what n zero bytes do to the
     register, a 32 x 32 bit matrix

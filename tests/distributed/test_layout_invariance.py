@@ -5,10 +5,9 @@ the one denominator of the whole mini-batch. A micro-batch split or a data paral
 Megatron adds the parts without dividing. Tensor parallelism splits GEMMs and the soft-max normaliser,
 pipeline parallelism cuts the layer stack, in any chunks; both compute the same function. Context parallelism
 shares the tokens out: each row attends the gathered keys that it would see on one rank, and the gradients of
-    the keys are summed back. A shared prompt is read by the same attention rows as its copies would be, and
-    its gradient is the sum over its
-completions either way. Overlap and recompute change when something is computed, not what. So only the order
-of float32 additions differs.
+the keys are summed back. A shared prompt is read by the same attention rows as its copies would be, and its
+gradient is the sum over its completions either way. Overlap and recompute change when something is computed,
+not what. So only the order of float32 additions differs.
 
 The completions are ragged (1 to 13 tokens), one group has equal rewards (its tokens still have a KL
 gradient), each update clips some tokens, and two passes over two mini-batches make the ratio differ from 1.

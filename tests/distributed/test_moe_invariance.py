@@ -3,14 +3,14 @@
 Why the numbers must not change. Routing is dropless: a token's experts and their outputs depend on the token
 alone, so it doesn't matter which rank computes them or which tokens are computed beside it. An expert's
 gradient is the sum over all tokens that chose it: those of the expert parallel ranks arrive with the tokens,
-    those of the expert data parallel ranks in the gradient reduction, without any division.
-Loads and the balance loss are sums over sequences of functions of one sequence (models/experts.py), divided
-by the sequences of the update; so they do not change with micro-batches, packing or shared prompts either.
-The top-k choice is discontinuous: two scores closer than float32's rounding could be chosen differently; the
-model's router is wide enough that no such pair occurs here.
+those of the expert data parallel ranks in the gradient reduction, without any division. Loads and the balance
+loss are sums over sequences of functions of one sequence (models/experts.py), divided by the sequences of the
+update; so they do not change with micro-batches, packing or shared prompts either. The top-k choice is
+discontinuous: two scores closer than float32's rounding could be chosen differently; the model's router is
+wide enough that no such pair occurs here.
 
 Not covered here: bf16 (one layout, in end_to_end/test_moe_runs.py), Transformer Engine, grouped GEMMs and
-    NCCL (GPU only).
+NCCL (GPU only).
 """
 
 import pytest

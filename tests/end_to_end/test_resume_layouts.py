@@ -8,13 +8,12 @@ turns the rounding of gradients near zero into steps of the learning rate, and a
 third norm differs by 4e-6. A lost moment or a wrong step count changes norms by 1e-4 and more at this rate.
 
 In bfloat16 what is restored is exact too: weights, main parameters and moments are the saved bits in every
-    layout. What a layout computes
-from them is not: each product is rounded to eight bits, so other partial sums move single log-probs by 2^-8,
-    and a sampled token whose
-draw falls between two such values is another one, from where on the runs differ as two layouts that were
-never stopped do. So 1e-6 can hold for float32 alone. For bfloat16 the next three steps are compared with
-those of a run in the same layout whose checkpoint that layout has saved itself, bit by bit, and their
-distance from the uninterrupted run with that of an uninterrupted run in the other layout.
+layout. What a layout computes from them is not: each product is rounded to eight bits, so other partial sums
+move single log-probs by 2^-8, and a sampled token whose draw falls between two such values is another one,
+from where on the runs differ as two layouts that were never stopped do. So 1e-6 can hold for float32 alone.
+For bfloat16 the next three steps are compared with those of a run in the same layout whose checkpoint that
+layout has saved itself, bit by bit, and their distance from the uninterrupted run with that of an
+uninterrupted run in the other layout.
 """
 
 import shutil

@@ -20,10 +20,9 @@ class Case:
     """One fault, and what it must come to.
 
     outcome: `resumes`: the launch ends with an error, told once, and the next one goes on; `stops`: it saves
-        and ends with 0; `goes on`:
-    the launch goes on as if nothing had been; `restarts`: the launcher starts the ranks again; `refuses`: the
-    launch ends with a clear error, and nothing in the folder has changed; `ends`: attacked from outside, it
-    ends with 0 or with one clear line, and nothing of it is left.
+    and ends with 0; `goes on`: the launch goes on as if nothing had been; `restarts`: the launcher starts the
+    ranks again; `refuses`: the launch ends with a clear error, and nothing in the folder has changed; `ends`:
+    attacked from outside, it ends with 0 or with one clear line, and nothing of it is left.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The exact full-vocabulary KL against dense float64 `torch.distributions`-style arithmetic, on one rank.
 
 Tolerances: float64 results differ by summation order alone, so 1e-11; float32 ones by the error of a float32
-    dot product, so 1e-5.
+dot product, so 1e-5.
 """
 
 import pytest

@@ -1,8 +1,7 @@
 """The fused output layer against dense float64 `torch.log_softmax`, on one rank.
 
 Tolerances: float64 results may differ by summation order alone, so 1e-12 relative; float32 ones by the error
-    of a float32 dot product
-of length H, so 1e-5.
+of a float32 dot product of length H, so 1e-5.
 """
 
 import math

@@ -236,7 +236,7 @@ def test_megatrons_hook_runs_and_every_gradient_is_counted_once(dtype, tied, thr
     overwritten.
 
     Tolerance: the look-up's gradient is summed in the parameter's type by autograd itself, hence 1e-2 for
-        bfloat16.
+    bfloat16.
     """
     _, weight, targets = inputs(dtype)
     tokens = torch.arange(ROWS) % 7

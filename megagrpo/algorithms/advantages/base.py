@@ -1,9 +1,8 @@
 """The contract of an advantage estimator, and the group statistics that estimators share.
 
 Everything here works on metadata: rewards [N, G] of all groups of the step, equal on every rank, in float64
-    on CPU. Groups may be ragged:
-completions with `valid = False` (rejected, aborted, missing) take no part in any statistic and get advantage
-0.
+on CPU. Groups may be ragged: completions with `valid = False` (rejected, aborted, missing) take no part in
+any statistic and get advantage 0.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,8 +3,8 @@
 Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization" (arXiv 2601.05242).
 
 Differences from the paper: the batch-wise step divides by the standard deviation only; the mean it would
-    subtract is 0, because every
-group's advantages sum to 0, and not subtracting it keeps degenerate groups at exactly 0.
+subtract is 0, because every group's advantages sum to 0, and not subtracting it keeps degenerate groups at
+exactly 0.
 """
 
 import torch

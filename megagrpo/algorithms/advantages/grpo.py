@@ -3,8 +3,7 @@
 Source: DeepSeekMath (arXiv 2402.03300), Section 4.1.2 (outcome supervision).
 
 Differences from the paper: it leaves open which standard deviation it means (`advantage_std` chooses) and has
-    no floor under it
-(`advantage_std_floor`, `advantage_std_epsilon`).
+no floor under it (`advantage_std_floor`, `advantage_std_epsilon`).
 """
 
 from torch import Tensor

@@ -1,8 +1,7 @@
 """OPO: the baseline of least gradient variance, a length-weighted mean.
 
 Source: "On-Policy RL with Optimal Reward Baseline" (arXiv 2505.23585), the practical baseline for sequence
-    generation (squared gradient
-norm proportional to the length).
+generation (squared gradient norm proportional to the length).
 
 Differences from the paper: none in the baseline. The paper trains strictly on policy:
     `update.mini_batches_per_step: 1`.

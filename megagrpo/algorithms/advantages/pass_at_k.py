@@ -1,11 +1,11 @@
 """Pass@k training: the expected advantage over all k-subsets of a group, in closed form.
 
 Source: "Pass@k Training for Adaptively Balancing Exploration and Exploitation" (arXiv 2508.10751), the
-    analytical derivation.
+analytical derivation.
 
 Differences from the paper: groups may be ragged (n is the number of valid members; n < k gives 0). Where
-    every k-subset succeeds, or
-none does, the standard deviation is 0 and so are the advantages. The rewards are read as success or failure.
+every k-subset succeeds, or none does, the standard deviation is 0 and so are the advantages. The rewards are
+read as success or failure.
 """
 
 from math import comb, sqrt

@@ -1,8 +1,8 @@
 """REINFORCE++: advantages standardised over all tokens of the batch, with or without a group baseline.
 
 Source: "REINFORCE++" (arXiv 2501.03262): A_t = r - beta * (KL of token t and of all behind it), then (A_t -
-    mean) / std over the tokens of the global batch; the variant with a baseline subtracts the mean reward of
-    the group first.
+mean) / std over the tokens of the global batch; the variant with a baseline subtracts the mean reward of the
+group first.
 
 A_t differs within a completion by its KL to go alone, so statistics over tokens are sums over completions of
 lengths, KL sums and their squares, and no token leaves its rank.

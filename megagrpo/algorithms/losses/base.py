@@ -1,9 +1,8 @@
 """The contract of a token loss.
 
 A loss maps the loss tokens of one micro-batch to one unreduced value per token; `aggregation.py` alone
-reduces. Only tokens that
-train are passed: prompt, padding, invalid completions and tokens that a correction masked are not in the
-    tensors at all.
+reduces. Only tokens that train are passed: prompt, padding, invalid completions and tokens that a correction
+masked are not in the tensors at all.
 
 **Every loss is token-local in its gradient.** Losses with a sequence statistic (gspo, gmpo) take the
 statistic detached and carry the gradient by `attach_gradient`, which is exact for them (their papers'

@@ -3,8 +3,8 @@
 Source: MiniMax-M1 (arXiv 2506.13585), Section 3.1, Eq. 4 and 5.
 
 Differences from the paper: the value is -w A instead of -w A log pi (same gradient), so that the first step
-    of centred advantages has
-loss 0. The paper sets no lower bound: `clip_low` of 1 or more does that. It does not publish its upper bound.
+of centred advantages has loss 0. The paper sets no lower bound: `clip_low` of 1 or more does that. It does
+not publish its upper bound.
 """
 
 from megagrpo.algorithms.losses.base import (

@@ -3,10 +3,9 @@
 Source: Geometric-Mean Policy Optimization (arXiv 2507.20673).
 
 Differences from the paper: none in value or gradient under aggregation `sequence_mean`. The geometric mean
-    g_i is detached and each
-unclipped token carries g_i A grad log pi: averaged over the |o_i| tokens that is A grad g_i. `clip_low` and
-    `clip_high` bound the LOG
-ratio here, as in the paper: 0.4 and 0.4 are its (e^-0.4, e^0.4).
+g_i is detached and each unclipped token carries g_i A grad log pi: averaged over the |o_i| tokens that is A
+grad g_i. `clip_low` and `clip_high` bound the LOG ratio here, as in the paper: 0.4 and 0.4 are its (e^-0.4,
+e^0.4).
 """
 
 import torch

@@ -1,10 +1,10 @@
 """REINFORCE: the plain policy gradient.
 
 Source: Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning"
-    (1992).
+(1992).
 
 Differences from the paper: the value is -A instead of -A log pi (same gradient), so that a batch of centred
-    advantages has loss 0.
+advantages has loss 0.
 """
 
 from megagrpo.algorithms.losses.base import LossInputs, LossOutput, attach_gradient, register_loss

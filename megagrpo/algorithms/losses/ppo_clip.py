@@ -1,12 +1,10 @@
 """PPO's clipped surrogate with separate bounds, and the dual clip.
 
 Source: PPO (arXiv 1707.06347, Eq. 7); separate bounds: DAPO clip-higher (arXiv 2503.14476, Eq. 10); dual
-    clip: Ye et al.
-(arXiv 1912.09729, dual-clip PPO).
+clip: Ye et al. (arXiv 1912.09729, dual-clip PPO).
 
 Differences from the paper: a loss (to be minimised) instead of an objective; unreduced; ratios above exp(20)
-    are constant in value and
-keep their gradient, so that no 0 * inf appears.
+are constant in value and keep their gradient, so that no 0 * inf appears.
 """
 
 import torch

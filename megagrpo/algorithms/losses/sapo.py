@@ -3,8 +3,7 @@
 Source: Soft Adaptive Policy Optimization (arXiv 2511.20347).
 
 Differences from the paper: none in the gate. With r = 1 the value is -(2 / tau) A, not -A, so the first
-    step's loss is 0 only where the
-two temperatures agree; its gradient there is that of REINFORCE for every tau.
+step's loss is 0 only where the two temperatures agree; its gradient there is that of REINFORCE for every tau.
 """
 
 import torch

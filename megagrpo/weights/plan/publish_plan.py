@@ -2,13 +2,12 @@
 own view only.
 
 Buckets     the engine's parameters in the model's order, cut where the fullest engine rank would exceed
-`bucket_bytes`; a unit (parameters
-            that an engine fuses) is never cut, so one that is larger is a bucket of its own.
+            `bucket_bytes`; a unit (parameters that an engine fuses) is never cut, so one that is larger is a
+            bucket of its own.
 Pieces      a box that some trainer ranks hold, cut with a box that some engine rank keeps.
 Senders     the n holders of a slice share a bucket's work evenly: all its pieces, for replica 0, 1, ..., are
-laid on a line, and holder
-            h sends the h-th of n equal parts. Where n divides the replicas that is whole replicas, else
-            pieces are cut between rows.
+            laid on a line, and holder h sends the h-th of n equal parts. Where n divides the replicas that
+            is whole replicas, else pieces are cut between rows.
 
 Every element that an engine rank keeps is sent to it exactly once, by one rank that holds it, and nothing
 else is.

@@ -3,7 +3,7 @@ values of the update matrix.
 
 Nothing of megagrpo's numerics is used. Sequence losses are written as their papers have them (GSPO, arXiv
 2507.18071: clipped sequence ratio; GMPO, arXiv 2507.20673: geometric mean of clipped ratios), with autograd
-    through the sequence statistic.
+through the sequence statistic.
 """
 
 from collections.abc import Iterable
