@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from megagrpo.algorithms.algorithm import Algorithm
+from megagrpo.checkpoint.identity import check_own_files
 from megagrpo.config.model_folder import is_megatron_checkpoint
 from megagrpo.config.rollout_sections import EvaluationSetConfig
 from megagrpo.config.schema import Config
@@ -170,6 +171,7 @@ def _build_models(
         )
 
     building("the actor", None)
+    check_own_files(config.model.path)
     actor = Actor(
         load_model(),
         config.optimizer,

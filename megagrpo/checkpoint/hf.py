@@ -93,7 +93,7 @@ def _folder_of(source: ModelConfig, target: Path) -> Path:
 
 def _load(source: Path, tp: int, pp: int, dtype: ExportDtype, changed_fields: Set[str]):
     device = device_module.setup()
-    from megagrpo.checkpoint.identity import check_own_config
+    from megagrpo.checkpoint.identity import check_own_config, check_own_files
     from megagrpo.models.hf_config import read_hf_config
     from megagrpo.models.load_stage import load_stage_model
     from megagrpo.models.precision import build_precision
@@ -107,6 +107,7 @@ def _load(source: Path, tp: int, pp: int, dtype: ExportDtype, changed_fields: Se
     recipe = "bf16" if name in _BF16 else "fp32"
     layout = ParallelLayout(int(os.environ.get("WORLD_SIZE", "1")), tp=tp, pp=pp)
     groups = build_groups(layout, timeout_seconds=600)
+    check_own_files(source)
     config = build_transformer_config(hf, groups, build_precision(recipe), sp=False)
     return load_stage_model(str(source), hf, config, groups, device, use_te=False)
 

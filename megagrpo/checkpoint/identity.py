@@ -5,12 +5,13 @@ with a run's own.
 import hashlib
 import json
 from collections.abc import Mapping, Set
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from megagrpo.checkpoint.manifest import MANIFEST, ManifestError, read_manifest, record_file
+from megagrpo.checkpoint.manifest import MANIFEST, ManifestError, read_manifest, record_file, verify_files
 from megagrpo.config.model_folder import hf_folder_of
-from megagrpo.errors import UserError
+from megagrpo.errors import SharedUserError, UserError
 from megagrpo.models.family import HFConfig
 from megagrpo.parallel.groups import all_gather_metadata
 
@@ -18,6 +19,7 @@ from megagrpo.parallel.groups import all_gather_metadata
 _VOLATILE = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"}
 )
+_SHARD_PATTERNS = (".metadata", "common.pt", "metadata.json", "*.distcp")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.distcp", ".metadata")
 
 
@@ -53,6 +55,25 @@ def check_own_config(folder: str | Path, hf: HFConfig, chosen: Set[str] = frozen
     ]
     if problems:
         raise UserError("\n".join(problems))
+
+
+def check_own_files(folder: str | Path) -> None:
+    """Check the shards of a run's checkpoint that is used as a model against its manifest, before any of them
+    is parsed; other folders pass. Collective over all ranks, which share the files out.
+
+    Raises:
+        SharedUserError: on all ranks, one line for each file that is missing or other than it was saved.
+    """
+    if not (Path(folder) / MANIFEST).is_file():
+        return
+    read = [
+        record
+        for record in read_manifest(Path(folder)).files
+        if any(fnmatch(record.name, pattern) for pattern in _SHARD_PATTERNS)
+    ]
+    found = all_gather_metadata(verify_files(Path(folder), share_out(read)))
+    if problems := [f"model.path: {folder}: {problem}" for part in found for problem in part]:
+        raise SharedUserError("\n".join(problems))
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:

@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.checkpoint import identity
 from megagrpo.checkpoint.identity import (
     check_own_config,
+    check_own_files,
     compare,
     compare_weights,
     describe_model,
     describe_tokenizer,
 )
-from megagrpo.checkpoint.manifest import Manifest, write_manifest
-from megagrpo.errors import UserError
+from megagrpo.checkpoint.manifest import Manifest, write_file, write_manifest
+from megagrpo.errors import SharedUserError, UserError
 from megagrpo.models.hf_config import read_hf_config
 
 MODEL = Path("examples/quickstart/model")
@@ -41,6 +43,26 @@ def test_a_config_that_was_changed_beside_the_weights_is_told(tmp_path):
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
         check_own_config(tmp_path, hf)
+
+
+def test_shards_of_a_checkpoint_that_is_a_model_are_checked_before_they_are_read(tmp_path, monkeypatch):
+    """What was edited by hand beside the shards, a chat template say, is the user's."""
+    monkeypatch.setattr(identity, "all_gather_metadata", lambda value: [value])
+    monkeypatch.setattr(identity, "share_out", lambda items: items)
+    check_own_files(MODEL)  # no manifest
+    (tmp_path / "hf_files").mkdir()
+    names = ("__0_0.distcp", ".metadata", "common.pt", "hf_files/tokenizer.json", "trainer_state.json")
+    files = tuple(write_file(tmp_path, name, name.encode()) for name in names)
+    write_manifest(tmp_path, Manifest(1, 1, {}, {}, {}, {}, files))
+    (tmp_path / "hf_files" / "tokenizer.json").write_text("mine")
+    check_own_files(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b".metadatA")
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(SharedUserError) as caught:
+        check_own_files(tmp_path)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"model.path: {tmp_path}: __0_0.distcp: missing"
+    assert lines[1].startswith(f"model.path: {tmp_path}: .metadata: checksum") and len(lines) == 2
 
 
 def test_every_field_that_differs_is_told_with_both_values():
