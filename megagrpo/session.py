@@ -99,7 +99,9 @@ def build_session(
     set_deterministic(config.run.deterministic)
     inputs = read_inputs(config, note)
     building("the reward workers", None)
-    rewards = _start_rewards(config, inputs)
+    rewards = RewardPool(
+        config.rewards, {place: list(prompts[0].columns) for place, prompts in inputs.prompts.items()}
+    )
     building("the process groups", None)
     layout = build_layout(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
     groups = build_groups(layout, config.run.collective_timeout_seconds)
@@ -132,15 +134,6 @@ def build_session(
             note=note,
         ),
         evaluation_prompts=inputs.evaluation_prompts,
-    )
-
-
-def _start_rewards(config: Config, inputs: RunInputs) -> RewardPool:
-    is_stripped = config.rewards.special_tokens == "strip"
-    return RewardPool(
-        config.rewards,
-        {place: list(prompts[0].columns) for place, prompts in inputs.prompts.items()},
-        None if is_stripped else text_with_special_tokens(inputs.tokenizer, config.rollout.stop),
     )
 
 
@@ -244,6 +237,7 @@ def _build_engine(
         builder.device,
         inputs.precision.params_dtype,
     )
+    is_stripped = config.rewards.special_tokens == "strip"
     generator = RolloutGenerator(
         engine,
         rewards,
@@ -252,6 +246,7 @@ def _build_engine(
         is_embedded=engine.is_embedded,
         revive=lambda: isinstance(publisher, RecoveringPublisher) and publisher.revive(),
         counts=counts,
+        read_text=None if is_stripped else text_with_special_tokens(inputs.tokenizer, config.rollout.stop),
     )
     building("the plan of weights", None)
     publisher = build_publisher(

@@ -7,9 +7,8 @@ process of its own.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from itertools import groupby
 from typing import cast
 
@@ -36,24 +35,17 @@ class RewardPool:
         ...     rewards = pool.score([prompt, prompt], completions)
     """
 
-    def __init__(
-        self,
-        config: RewardsConfig,
-        columns: Mapping[str, Sequence[str]] | None = None,
-        read_text: Callable[[Completion], str] | None = None,
-    ):
+    def __init__(self, config: RewardsConfig, columns: Mapping[str, Sequence[str]] | None = None):
         """Start the workers and wait until each has loaded and warmed up its rewards.
 
         Args:
             config: the rewards, their weights and limits.
             columns: of each data set that is to be scored, by the field that names it; None: not checked.
-            read_text: gives the text that rewards see; None: the completion's.
 
         Raises:
             UserError: a reward is unknown, can't be loaded, refuses its options or needs another column, or a
                 worker ends while it starts.
         """
-        self._read_text = read_text
         self._functions, self._failure_value = config.functions, config.failure_value
         names = tuple(function.name for function in config.functions)
         self.part_names = _name_parts(names)
@@ -91,10 +83,6 @@ class RewardPool:
                 f"{len(prompts)} prompts for {len(completions)} completions: one prompt per "
                 "completion is needed"
             )
-        if self._read_text is not None:
-            completions = [
-                replace(completion, text=self._read_text(completion)) for completion in completions
-            ]
         results = self._run(self._split(prompts), prompts, completions)
         shared_failures = [
             task for task, result in results.items() if isinstance(result, Failed) and len(task[1]) > 1

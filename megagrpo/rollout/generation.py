@@ -51,6 +51,7 @@ class RolloutGenerator:
         is_embedded: bool = True,
         revive: Callable[[], bool] = lambda: False,
         counts: Counts = count_nothing,
+        read_text: Callable[[Completion], str] | None = None,
     ):
         """Take an engine that serves, and the rewards' workers.
 
@@ -60,10 +61,11 @@ class RolloutGenerator:
             is_embedded: the engine is part of the rank: where it fails, another rank's would too. Otherwise
                 other replicas take over.
             counts: told of this rank's completions and scores, as they come.
+            read_text: gives the text that rewards see and that is kept; None: the engine's.
         """
         self.engine, self.rewards, self.groups, self.is_embedded = engine, rewards, groups, is_embedded
         self.replicas = ReplicaStates(replica_of_rank)
-        self.revive, self.counts = revive, counts
+        self.revive, self.counts, self._read_text = revive, counts, read_text
         self._is_closing = False  # shares that run in threads end early
         self.is_given_up = False  # those that the main thread waits for do
         self._is_waited_for = False
@@ -173,6 +175,8 @@ class RolloutGenerator:
             ) -> None:
                 if is_given_up():
                     return
+                if self._read_text is not None:
+                    group = [replace(each, text=self._read_text(each)) for each in group]
                 completions.update(
                     {(groups[position], place): completion for place, completion in enumerate(group)}
                 )

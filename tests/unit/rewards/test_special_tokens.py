@@ -1,5 +1,7 @@
 """Rewards see special tokens where the configuration keeps them, and never the one that ends a completion."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -50,7 +52,8 @@ def test_special_tokens_stay_but_the_end(tokenizer, text, finish_reason, expecte
 def test_format_sees_what_the_configuration_keeps(tokenizer):
     completion = sample("<think> a </think> <answer> 7 </answer> <end>")
     config = RewardsConfig(functions=[{"name": "format"}])
-    with RewardPool(config, read_text=text_with_special_tokens(tokenizer, ())) as pool:
-        assert pool.score([Prompt(0, "", ())], [completion])[0].value == 1.0
+    read_text = text_with_special_tokens(tokenizer, ())
     with RewardPool(config) as pool:
+        seen = replace(completion, text=read_text(completion))
+        assert pool.score([Prompt(0, "", ())], [seen])[0].value == 1.0
         assert pool.score([Prompt(0, "", ())], [completion])[0].value == 0.0

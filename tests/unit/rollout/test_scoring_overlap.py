@@ -57,6 +57,24 @@ def test_a_straggler_does_not_block_scoring(one_rank, engine):
     assert [record.reward.value for record in rollouts.records.values()] == [0.0, 1.0] * 4
 
 
+def test_the_text_that_rewards_have_seen_is_the_one_that_is_kept(one_rank, engine):
+    """`completions/` is written from what is kept: it must show why a completion has its reward."""
+    seen = []
+
+    class Reading(Workers):
+        def submit(self, prompts, completions):
+            seen.extend(completion.text for completion in completions)
+            return super().submit(prompts, completions)
+
+    generator = RolloutGenerator(
+        engine, Reading(), OneRank(), [0], read_text=lambda completion: f"<think>{completion.index}"
+    )
+    prompts = [Prompt(number, str(number), (1, 2)) for number in range(2)]
+    rollouts = generator.generate(RolloutRequest(prompts, SamplingParams(8), 2))
+    kept = [completion.text for _, completion, _ in rollouts.samples()]
+    assert kept == seen == ["<think>0", "<think>1"] * 2
+
+
 def test_a_failing_group_leaves_the_scores_of_those_before_it(one_rank, engine):
     """What is scored when an engine fails is kept, also where nobody takes over."""
     engine.health = lambda: EngineHealth(False, "dead", None, "killed")
