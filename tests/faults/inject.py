@@ -169,7 +169,8 @@ ACTIONS = {
     "term": _signal(signal.SIGTERM),
     "usr1": _signal(signal.SIGUSR1),
     "interrupt": _signal(signal.SIGINT),
-    "interrupt_twice": lambda: (_signal(signal.SIGINT)(), _signal(signal.SIGINT)()),
+    # the second one ends the rank, which must not have agreed on the stop by then
+    "interrupt_twice": lambda: (_signal(signal.SIGINT)(), _signal(signal.SIGINT)(), time.sleep(10)),
     "kill_workers": _kill_children,
     "kill_server": _kill_server,
     "kill_server_soon": _kill_server_soon,
