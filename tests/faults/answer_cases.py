@@ -86,6 +86,7 @@ def in_a_publish(action, step, says, point="ack"):
             [wrong(action, step, point, times=None)],
             says=says,
             leaves=kept(step),
+            growth_mib=3 * GROWTH_MIB,  # what an answer to these may hold, and a copy of it
         )
     ]
 
@@ -110,6 +111,7 @@ ANSWERS = Chain(
         in_a_publish("null", AFTER + AFTER, rf"{WHERE}the answer = None"),
         in_a_publish("not JSON", AFTER + AFTER + 1, rf"{WHERE}the answer is not JSON", "commit"),
         in_a_publish("a dropped connection", AFTER + AFTER + 2, rf"{WHERE}RemoteProtocolError"),
+        in_a_publish("400 MB", AFTER + AFTER + 4, rf"{WHERE}the answer is larger than \d+ bytes"),
     ],
     fake_engines=1,
 )

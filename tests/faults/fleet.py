@@ -120,6 +120,7 @@ class Fleet:
         path = self.folder / f"plan_{self._count}.json"
         path.write_text(json.dumps(plan))
         command = [sys.executable, *LAUNCHERS[launcher](ranks), *arguments]
+        own, files = outside.descendants(), outside.shared_files()
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -130,19 +131,22 @@ class Fleet:
             env=environment() | {"FAULTS": str(path)},
             start_new_session=True,
         )
-        struck, files, left = [], outside.shared_files(), []
+        text, struck = None, set()
         try:
             if attack is not None:
-                struck = attack.strike(psutil.Process(process.pid))
+                struck = set(attack.strike(psutil.Process(process.pid)))
                 process.wait(LAUNCHER_SECONDS)
-                left = outside.left_behind(struck, files)
-            text, _ = process.communicate(timeout=LAUNCHER_SECONDS)
+            else:
+                text, _ = process.communicate(timeout=LAUNCHER_SECONDS)
+            left = outside.left_behind([*(struck | (outside.descendants() - own))], files)
+            if text is None:
+                text, _ = process.communicate(timeout=LAUNCHER_SECONDS)
         except subprocess.TimeoutExpired:
             for rank in psutil.Process(process.pid).children(recursive=True):
                 rank.kill()
             process.kill()
             output.write_text(process.communicate()[0])
-            return "hung", left
+            return "hung", []
         output.write_text(text)
         return process.returncode, left
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import outside
 from cases import CHAINS
 from chains import Chain, ChainRun, Result
 from fleet import Fleet
@@ -66,6 +67,7 @@ def main() -> int:
         help="only this one; may be repeated",
     )
     options = parser.parse_args()
+    outside.adopt_orphans()
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         fleet = Fleet(Path(folder))

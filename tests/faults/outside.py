@@ -3,6 +3,7 @@ from another machine at the same moment. What a launch leaves behind is looked f
 """
 
 import contextlib
+import ctypes
 import fcntl
 import signal
 import socket
@@ -15,6 +16,7 @@ import psutil
 
 LEAVE_SECONDS = 10.0  # that anything may stay after the launcher's end
 SHARED_MEMORY = Path("/dev/shm")
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,16 @@ def left_behind(processes: Sequence[psutil.Process], files_before: set[str]) -> 
         f"process {each.pid} is left: {' '.join(each.cmdline())[:200]}" for each in alive if is_alive(each)
     ]
     return lines + [f"{SHARED_MEMORY / name} is left" for name in sorted(files)]
+
+
+def adopt_orphans() -> None:
+    """Let what processes of this one leave behind come to this one, so that it can be found."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants() -> set[psutil.Process]:
+    """Return all processes that this one has started, or has adopted."""
+    return set(psutil.Process().children(recursive=True))
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -8,7 +8,6 @@ One JSON object a line on standard input: `{"ranks": n, "port": p, "arguments": 
 that is for them to do.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -27,27 +26,21 @@ DEVICE = device_module.setup()
 
 import inject  # noqa: E402
 import outside  # noqa: E402
-import psutil  # noqa: E402
 
 import megagrpo.device.launch  # noqa: E402
 import megagrpo.run  # noqa: E402
 import megagrpo.train  # noqa: E402
 
-_PR_SET_CHILD_SUBREAPER = 36
-
 
 def main() -> None:
-    # what a rank leaves behind comes to this process, so that it can be found
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    outside.adopt_orphans()
     megagrpo.device.launch.set_thread_environment = lambda ranks: None  # done above: torch is loaded already
     for line in sys.stdin:
         launch = json.loads(line)
-        own, files = psutil.Process().children(recursive=True), outside.shared_files()
+        own, files = outside.descendants(), outside.shared_files()
         ranks = {fork_rank(launch, rank): rank for rank in range(launch["ranks"])}
         codes, peaks = wait_for(ranks, launch["seconds"])
-        left = outside.left_behind(
-            [each for each in psutil.Process().children(recursive=True) if each not in own], files
-        )
+        left = outside.left_behind([*(outside.descendants() - own)], files)
         print(json.dumps({"codes": codes, "peak_bytes": peaks, "left": left}), flush=True)
 
 
