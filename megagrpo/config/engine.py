@@ -37,7 +37,9 @@ class ServerConfig(Section):
         300.0, description="longest silence of a server that has requests"
     )
     max_restarts: NonNegativeInt = Field(
-        3, description="times that a dead server is started anew, over the whole run"
+        3,
+        description="times that a lost server is started anew, or taken back where it was not started here, "
+        "over the whole run",
     )
     max_model_len: PositiveInt | None = Field(
         None, description="context of the server; null: data.max_prompt_tokens + rollout.max_new_tokens"

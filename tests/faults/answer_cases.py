@@ -8,7 +8,12 @@ from chains import Case, Chain, newest_checkpoint
 from fake_engine import ACTIONS
 
 ENGINE = [
-    *("engine.name=vllm", "engine.server.request_timeout_seconds=20", "watchdog.floor_seconds=120"),
+    *(
+        "engine.name=vllm",
+        "engine.server.request_timeout_seconds=10",
+        "engine.server.max_restarts=1",
+        "watchdog.floor_seconds=120",
+    ),
     # the answers are no model's: nothing of them can be compared with the actor's log-probs
     *("weights.layout=full", "weights.probe_tokens=0"),
     *("rollout.logprob_gap.stop_above_mean=null", "rollout.logprob_gap.warn_above=null"),
@@ -37,7 +42,7 @@ TOLD = {
     "400 MB in a packed body": "the answer is ",
     "a dropped connection": "RemoteProtocolError",
     "a body that is cut off": "RemoteProtocolError",
-    "silence": "was answered within engine.server.request_timeout_seconds = 20",
+    "silence": "was answered within engine.server.request_timeout_seconds = 10",
 }
 assert TOLD.keys() == ACTIONS.keys()
 GROWTH_MIB = 64.0  # of a rank's largest memory, over the undisturbed run's
@@ -70,7 +75,7 @@ def for_ever(action, step):
             f"answered with {action} for ever",
             "resumes",
             [wrong(action, step, times=None)],
-            says=rf"(?m)no rollout engine is left: replica 0: {WHERE}{told}",
+            says=rf"(?m)no rollout engine is left: replica 0: {WHERE}{told}.*max_restarts = 1 are used up",
             leaves=kept(step - 1),
             growth_mib=GROWTH_MIB,
         )
@@ -97,6 +102,17 @@ def ends(step):
     )
 
 
+def lost_in_a_publish(action, step):
+    """It is given the whole version again once it answers."""
+    return Case(
+        f"a bucket answered once with {action}",
+        "goes on",
+        [wrong(action, step, "ack")],
+        says=rf"(?s)version {step}: engine replica 0 is lost: [^\n]*RemoteProtocolError.*version {step}: "
+        "engine replica 0 was restarted and generates again",
+    )
+
+
 ONCE = [action for action in ACTIONS if action != "silence"]  # which loses the server
 AFTER = len(ONCE) + 1
 
@@ -112,6 +128,7 @@ ANSWERS = Chain(
         in_a_publish("not JSON", AFTER + AFTER + 1, rf"{WHERE}the answer is not JSON", "commit"),
         in_a_publish("a dropped connection", AFTER + AFTER + 2, rf"{WHERE}RemoteProtocolError"),
         in_a_publish("400 MB", AFTER + AFTER + 4, rf"{WHERE}the answer is larger than \d+ bytes"),
+        [lost_in_a_publish("a dropped connection", AFTER + AFTER + 5), ends(AFTER + AFTER + 6)],
     ],
     fake_engines=1,
 )
@@ -141,10 +158,8 @@ SHORT_ANSWERS = Chain(
     ["parallel.tp=2", "checkpoint.every=1000", *ENGINE],
     [
         [
-            *(
-                once(number, action)
-                for number, action in enumerate(("null", "a dropped connection"), start=1)
-            ),
+            once(1, "null"),
+            lost_in_a_publish("a dropped connection", 2),
             *for_ever("400 MB", 3),
         ],
         in_a_publish("not JSON", 4, rf"{WHERE}the answer is not JSON"),

@@ -143,7 +143,8 @@ class ServerEngine(BucketEngine):
             self.server.close()
 
     def restart(self, address: str | None = None) -> None:
-        """Restart a dead server; it is empty then, and serves nothing until a whole update is committed.
+        """Restart a dead server, or find one that was not started here again; it is empty then, and serves
+        nothing until a whole update is committed.
 
         A follower only takes note of it.
 
@@ -151,8 +152,8 @@ class ServerEngine(BucketEngine):
             address: where the server is now; a follower's to be told.
 
         Raises:
-            EngineError: the engine is closed, its server was not started here, or it died more than
-                `engine.server.max_restarts` times.
+            EngineError: the engine is closed, its server was not started here and does not answer, or it was
+                lost more than `engine.server.max_restarts` times.
             UserError: it does not start.
         """
         if self._lifecycle.is_closed:

@@ -1,6 +1,7 @@
 """One server: started here as a child, and restarted, or given by its address; called, watched, ended."""
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from megagrpo.engines.server.process import ServerProcess
 from megagrpo.errors import UserError
 
 _PORT_TRIES = 3
+_RETURN_SECONDS = 10.0  # that a lost server which was not started here has to answer again
+_POLL_SECONDS = 0.25
 
 
 class EngineServer:
@@ -93,19 +96,22 @@ class EngineServer:
             )
 
     def restart(self) -> None:
-        """Restart a server that was started here.
+        """Restart a server that was started here; wait for one that was not until it answers again.
 
         Raises:
-            EngineError: it was not, or died more than `engine.server.max_restarts` times.
+            EngineError: it does not answer, or was lost more than `engine.server.max_restarts` times.
             UserError: it does not start.
         """
-        if self._process is None:
-            raise EngineError(f"{self.address} was not started here, so it can't be restarted")
         self._loss = self.loss or "it is restarted"  # until that is done
-        self._process.stop()
+        if self._process is not None:
+            self._process.stop()
         if not self._restarts_left:
             raise EngineError(f"engine.server.max_restarts = {self._config.server.max_restarts} are used up")
         self._restarts_left -= 1
+        if self._process is None:
+            self._wait_for_return()
+            self.find()
+            return
         self._process = self._start(self._process.port)
         self.find(self._process.address)
 
@@ -129,6 +135,16 @@ class EngineServer:
         except EngineUnreachable as error:
             self._loss = str(error)
             raise
+
+    def _wait_for_return(self) -> None:
+        deadline = time.monotonic() + _RETURN_SECONDS
+        while not self._client.is_answering(self._command.health_path):
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"{self.address} was not started here, so it can't be restarted, and does not answer "
+                    f"within {_RETURN_SECONDS:g} s"
+                )
+            time.sleep(_POLL_SECONDS)
 
     def _connect(self, address: str) -> EngineClient:
         return EngineClient(address, self._config.server.request_timeout_seconds, self._describe_end)
