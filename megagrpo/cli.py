@@ -15,6 +15,7 @@ from megagrpo.config.run_sections import ExportDtype
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.launch import Launch
+from megagrpo.supervision.nodes import Nodes, read_nodes
 from megagrpo.supervision.redaction import redact
 from megagrpo.supervision.run_folder import make_run_folder
 
@@ -102,6 +103,11 @@ def run(
             help="after a failure, start all ranks again from the newest checkpoint, at most this often",
         ),
     ] = 0,
+    nnodes: Annotated[int, typer.Option(min=1, help="machines of the run; on each this is started")] = 1,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="of this machine, from 0")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="where all meet: an address of machine 0")
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="open all inputs, say what the run would do; start nothing"),
@@ -114,7 +120,7 @@ def run(
         typer.Option(min=1, help="with --dry-run: plan for so many GPUs, which need not be here"),
     ] = None,
 ) -> None:
-    """Train on this machine: check the configuration, then start the ranks.
+    """Train on this machine, or as one of several: check the configuration, then start the ranks.
 
     Ctrl-C, SIGTERM or SIGUSR1 saves and stops; Ctrl-C twice leaves at once.
     """
@@ -124,7 +130,12 @@ def run(
             return
         if gpus is not None or show_config:
             raise UserError("--gpus and --show-config are for --dry-run")
-        code = _run(launch, config, overrides or [], nproc, max_restarts)
+        nodes = read_nodes(nnodes, node_rank, rendezvous)
+        if nodes is not None and max_restarts:
+            raise UserError(
+                "--max-restarts is for one machine; on several the scheduler starts the run again"
+            )
+        code = _run(launch, config, overrides or [], nproc, max_restarts, nodes)
     if code != exit_codes.DONE:
         raise typer.Exit(code)
 
@@ -140,16 +151,30 @@ def _dry_run(
     print_dry_run(config, num_ranks, shows_config)
 
 
-def _run(launch: Launch, path: Path, overrides: list[str], nproc: int | None, max_restarts: int) -> int:
+def _run(
+    launch: Launch,
+    path: Path,
+    overrides: list[str],
+    nproc: int | None,
+    max_restarts: int,
+    nodes: Nodes | None,
+) -> int:
     """Check the configuration, then start the ranks and wait for them; return the exit code."""
     from megagrpo.planning.dry_run import describe_ranks
     from megagrpo.planning.preflight import prepare_run
 
-    config, num_ranks = prepare_run(path, overrides, nproc)
+    num_nodes = nodes.count if nodes else 1
+    config, num_ranks = prepare_run(path, overrides, nproc, num_nodes=num_nodes)
     make_run_folder(Path(config.run.dir))
     print(f"starting {describe_ranks(config, num_ranks)}: {config.run.steps} steps of {path}", flush=True)
     engines_are_local = {urlsplit(each).hostname for each in config.engine.given_addresses} <= LOOPBACK_NAMES
-    return launch.run([str(path), *overrides], num_ranks, max_restarts, engines_are_local=engines_are_local)
+    return launch.run(
+        [str(path), *overrides],
+        num_ranks // num_nodes,
+        max_restarts,
+        engines_are_local=engines_are_local,
+        nodes=nodes,
+    )
 
 
 @app.command()

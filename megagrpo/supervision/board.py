@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megagrpo.supervision.board_keys import PREFIX, left_key
 from megagrpo.supervision.failure import Failure
 
 STORE_TIMEOUT = timedelta(seconds=300)
@@ -60,11 +61,11 @@ class Board:
 
     def sign_out(self) -> None:
         """Say that this rank leaves in good order."""
-        self._store.set(f"left/{self.rank}", "1")
+        self._store.set(left_key(self.rank), "1")
 
     def has_left(self, rank: int) -> bool:
         """Say whether a rank left in good order."""
-        return self._store.check([f"left/{rank}"])
+        return self._store.check([left_key(rank)])
 
     def agree_on_stop(self, reason: str | None) -> str | None:
         """Put up why this rank was asked to stop, where it was; return why the first of all ranks was,
@@ -93,4 +94,4 @@ def open_board() -> Board:
         return Board(dist.HashStore(), 0)
     store, rank, _ = next(dist.rendezvous("env://", timeout=STORE_TIMEOUT))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Board(dist.PrefixStore(f"supervision/attempt_{attempt}", store), rank)
+    return Board(dist.PrefixStore(f"{PREFIX}_{attempt}", store), rank)

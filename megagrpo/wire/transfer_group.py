@@ -40,11 +40,19 @@ class GroupAddress:
     world_size: int
 
 
-def hold_store(address: str, timeout_seconds: float) -> tuple[dist.TCPStore, int]:
+def hold_store(address: str, timeout_seconds: float, port: int = 0) -> tuple[dist.TCPStore, int]:
     """Open a store that listens on `address` alone; return it with its port. It lives as long as the
     object.
+
+    Args:
+        address: of this machine.
+        timeout_seconds: that a request may take.
+        port: 0 takes a free one.
+
+    Raises:
+        OSError: the address is not this machine's, or the port is taken.
     """
-    with socket.create_server((address, 0), family=_family_of(address), backlog=4096) as listener:
+    with socket.create_server((address, port), family=_family_of(address), backlog=4096) as listener:
         port = listener.getsockname()[1]
         timeout = timedelta(seconds=timeout_seconds)
         handle = listener.detach()
