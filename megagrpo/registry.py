@@ -58,6 +58,10 @@ class Registry(Generic[Entry]):
 
         return add
 
+    def override(self, name: str, entry: Entry) -> None:
+        """Let `name` mean `entry` in this process, whether or not it is registered."""
+        self._entries[name] = entry
+
     def get(self, name: str) -> Entry:
         """Return the entry called `name`; an unknown name raises UserError with the nearest match and all
         names.

@@ -54,7 +54,7 @@ def read_inputs(config: Config, note: Callable[[str], None]) -> RunInputs:
         for line in write_model_folder(config.model, Path(config.model_folder)):
             note(line)
     hf_folder = hf_folder_of(config.model_folder)
-    hf = read_hf_config(hf_folder)
+    hf = read_hf_config(hf_folder, config.model.family)
     use_te = uses_transformer_engine(config.model.attention, precision.params_dtype, hf.has_latent_attention)
     check_own_config(config.model_folder, hf, config.model.changed_fields)
     algorithm = Algorithm(

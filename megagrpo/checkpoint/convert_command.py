@@ -31,7 +31,8 @@ def convert(
     """Set this process up and convert; see `checkpoint.hf`.
 
     Args:
-        overrides: `model.ignore_fields=[...]` and `model.overrides.FIELD=VALUE`, as those of a run.
+        overrides: `model.family=...`, `model.ignore_fields=[...]` and `model.overrides.FIELD=VALUE`, as
+            those of a run.
     """
     model = _read_model(source, overrides)
     set_thread_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -45,8 +46,10 @@ def convert(
 def _read_model(source: str, overrides: Sequence[str]) -> ModelConfig:
     raw: dict[str, Any] = {"model": {"path": source}}
     for override in overrides:
-        if not override.startswith(("model.ignore_fields=", "model.overrides")):
-            raise UserError(f"{override}: a conversion takes model.ignore_fields and model.overrides")
+        if not override.startswith(("model.family=", "model.ignore_fields=", "model.overrides")):
+            raise UserError(
+                f"{override}: a conversion takes model.family, model.ignore_fields and model.overrides"
+            )
         apply_override(raw, override)
     return ModelConfig.model_validate(raw["model"])
 
@@ -59,7 +62,9 @@ def main(direction: Direction, description: str, arguments: Sequence[str] | None
     parser.add_argument("source")
     parser.add_argument("target", help="a folder that does not exist yet")
     parser.add_argument(
-        "overrides", nargs="*", help="model.ignore_fields=[NAME], model.overrides.NAME=VALUE: of config.json"
+        "overrides",
+        nargs="*",
+        help="model.ignore_fields=[NAME], model.overrides.NAME=VALUE; model.family=FILE.py:CLASS",
     )
     parser.add_argument(
         "--dtype",

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Set
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,7 +31,7 @@ def convert_hf_to_megatron(
         UserError: an HF folder that cannot be read, or a target that exists.
     """
     folder = _folder_of(source, Path(target))
-    model = _load(folder, tp, pp, dtype, source.changed_fields)
+    model = _load(source, folder, tp, pp, dtype)
     from megagrpo.models.carried_tensors import save_carried_tensors
     from megagrpo.models.hf_export import copy_hf_files
     from megagrpo.models.hf_files import check_no_unknown_tensors
@@ -66,7 +65,7 @@ def convert_megatron_to_hf(
     if Path(target).exists():
         raise UserError(f"{target}: exists already; choose a new folder")
     folder = _folder_of(source, Path(target))
-    model = _load(folder, tp, pp, "source", source.changed_fields)
+    model = _load(source, folder, tp, pp, "source")
     from megagrpo.models.hf_export import export_dtype, write_hf_folder
     from megagrpo.weights.export import WeightExporter
 
@@ -91,7 +90,7 @@ def _folder_of(source: ModelConfig, target: Path) -> Path:
     return folder
 
 
-def _load(source: Path, tp: int, pp: int, dtype: ExportDtype, changed_fields: Set[str]):
+def _load(source: ModelConfig, folder: Path, tp: int, pp: int, dtype: ExportDtype):
     device = device_module.setup()
     from megagrpo.checkpoint.identity import check_own_config, check_own_files
     from megagrpo.models.hf_config import read_hf_config
@@ -101,15 +100,15 @@ def _load(source: Path, tp: int, pp: int, dtype: ExportDtype, changed_fields: Se
     from megagrpo.parallel.groups import build_groups
     from megagrpo.parallel.layout import ParallelLayout
 
-    hf = read_hf_config(hf_folder_of(source))
-    check_own_config(source, hf, changed_fields)
+    hf = read_hf_config(hf_folder_of(folder), source.family)
+    check_own_config(folder, hf, source.changed_fields)
     name = dtype if dtype != "source" else hf.raw.get("dtype", hf.raw.get("torch_dtype"))
     recipe = "bf16" if name in _BF16 else "fp32"
     layout = ParallelLayout(int(os.environ.get("WORLD_SIZE", "1")), tp=tp, pp=pp)
     groups = build_groups(layout, timeout_seconds=600)
     check_own_files(source)
     config = build_transformer_config(hf, groups, build_precision(recipe), sp=False)
-    return load_stage_model(str(source), hf, config, groups, device, use_te=False)
+    return load_stage_model(str(folder), hf, config, groups, device, use_te=False)
 
 
 def _stage(target: Path) -> Path:

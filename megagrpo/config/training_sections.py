@@ -24,6 +24,11 @@ class ModelConfig(Section):
     tokenizer: Annotated[str | None, FREE] = Field(
         None, description="tokenizer folder, where it is not the model's"
     )
+    family: str | None = Field(
+        None,
+        description="FILE.py:CLASS, an architecture of yours for the model_type of its config.json (or a "
+        "registered one's name); null: the registered one",
+    )
     ignore_fields: tuple[str, ...] = Field(
         (), description="fields of its config.json that are left out, for the whole run and its exports"
     )

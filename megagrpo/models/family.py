@@ -81,10 +81,21 @@ def _read_family(attribute: Any) -> ModelFamily:
     return attribute()
 
 
-# config.json names a family, which is no place of code
 FAMILIES: Registry[ModelFamily] = Registry(
-    "model family", _read_family, "those that you add as a file of megagrpo/models/families"
+    "model family", _read_family, "one of yours that model.family names, FILE.py:CLASS"
 )
+
+
+def use_own_family(place: str, model_type: str) -> None:
+    """Let a family of the user's be that of a `model_type` in this process.
+
+    Args:
+        place: FILE.py:CLASS, or a registered family's name.
+
+    Raises:
+        UserError: there is no such code, or it does not meet the contract.
+    """
+    FAMILIES.override(model_type, FAMILIES.find(place))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megagrpo.config.expert_fields import count_experts
 from megagrpo.errors import UserError
-from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily
+from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily, use_own_family
 from megagrpo.models.rope_fields import read_rope, rope_problems
 
 # Fields of a config.json that do not change the forward pass in training.
@@ -74,8 +74,12 @@ def load_config_json(folder: str | Path) -> dict[str, Any]:
     return raw
 
 
-def read_hf_config(folder: str | Path) -> HFConfig:
+def read_hf_config(folder: str | Path, own_family: str | None = None) -> HFConfig:
     """Read and check the config.json of an HF folder.
+
+    Args:
+        own_family: `model.family`, which this process takes for the folder's from here on; None: the
+            registered family of its model_type.
 
     Raises:
         UserError: missing file, unknown family, or fields that are missing, contradict each other, or change
@@ -86,6 +90,8 @@ def read_hf_config(folder: str | Path) -> HFConfig:
 
     families.load_all()
     model_type = str(raw.get("model_type", ""))
+    if own_family is not None:
+        use_own_family(own_family, model_type)
     family = FAMILIES.get(model_type)
     problems = _missing_fields(raw) or _contradictions(raw) + _unsupported_fields(
         raw, family

@@ -16,7 +16,7 @@ from megagrpo.engines.server.command import PACKAGES, find_python
 from megagrpo.errors import ConfigError, UserError
 from megagrpo.evaluation.metrics import EVALUATION_METRICS
 from megagrpo.models.families import load_all
-from megagrpo.models.family import FAMILIES
+from megagrpo.models.family import FAMILIES, use_own_family
 from megagrpo.planning.file_checks import read_hf_config
 from megagrpo.registry import Registry, suggestion
 from megagrpo.rewards.build import is_custom
@@ -107,6 +107,12 @@ def _check_family(config: Config) -> Iterator[str]:
         return  # told with the files
     load_all()
     name = raw.get("model_type")
+    if config.model.family is not None:
+        try:
+            use_own_family(config.model.family, str(name))
+        except UserError as error:
+            yield f"model.family: {error}"
+        return
     if name in FAMILIES.names():
         return
     sees = {"vision_config", "vision_start_token_id", "image_token_id"} & set(raw)
@@ -114,7 +120,7 @@ def _check_family(config: Config) -> Iterator[str]:
     folder = hf_folder_of(config.model.path)
     yield (
         f"model.path: {folder}/config.json: model_type {name!r} is {what}; supported: "
-        f"{', '.join(FAMILIES.names())}"
+        f"{', '.join(FAMILIES.names())}; model.family names one of yours, FILE.py:CLASS"
     )
 
 

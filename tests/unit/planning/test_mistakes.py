@@ -2,10 +2,12 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from megagrpo import cli
+from megagrpo.models import families
 from megagrpo.supervision import exit_codes
 
 MODEL = {
@@ -17,6 +19,8 @@ MODEL = {
     "max_position_embeddings": 1024,
     "vocab_size": 64,
 }
+# a family is a file, named as its model_type
+FAMILIES = ", ".join(sorted(path.stem for path in Path(families.__file__).parent.glob("[a-z]*.py")))
 ROW = {"question": "1 + 1", "answer": "2"}
 
 
@@ -164,13 +168,13 @@ MISTAKES = {
         model_of(model_type="gemma2"),
         [],
         "model.path: model/config.json: model_type 'gemma2' is no architecture of this version; supported: "
-        "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+        f"{FAMILIES}; model.family names one of yours, FILE.py:CLASS",
     ),
     "a vision model": (
         model_of(model_type="qwen2_vl", vision_config={}),
         [],
         "model.path: model/config.json: model_type 'qwen2_vl' is a model that sees images: they are not "
-        "supported; supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+        f"supported; supported: {FAMILIES}; model.family names one of yours, FILE.py:CLASS",
     ),
     "TRL's name": (
         NOTHING,
