@@ -11,6 +11,7 @@ from megagrpo.rewards.reward import REWARDS, check_choice, read_column
 from megagrpo.rewards.sandbox.run import Limits, SandboxUnavailableError, check_sandbox, run_program
 from megagrpo.types import Completion, Prompt
 
+EXTRACTS = ("fenced", "text")
 SCORES = ("all", "fraction")
 _FENCE = re.compile(r" {0,3}```+ *([\w+-]*) *$")
 _LANGUAGES = ("", "python", "python3", "py")
@@ -24,10 +25,12 @@ class CodeReward:
         column: the tests: `[{input, output}]` (text on standard input and output), `[{call, args, kwargs,
             want}]` (a function of the program and its result, values of JSON), `{inputs, outputs, fn_name}`
             (as APPS and TACO), or any of them as JSON text.
+        extract: the program is the last `fenced` block of Python, or the whole `text`.
+        prefix: what the prompt already began the program with, e.g. the head of a function.
         score: `all`: 1.0 where all tests pass, else 0.0; `fraction`: the share that passes.
-        seconds: time limit of each test.
+        seconds: time limit of each test, and of all calls together.
         memory_mib: limit of the program's address space.
-        parallel: tests that run at a time.
+        parallel: tests of standard input that run at a time.
         reasoning: what stands between these tags is no answer.
 
     Raises:
@@ -37,17 +40,21 @@ class CodeReward:
     def __init__(
         self,
         column: str = "tests",
+        extract: str = "fenced",
+        prefix: str = "",
         score: str = "all",
         seconds: float = 5.0,
         memory_mib: int = 512,
         parallel: int = 2,
         reasoning: str = "think",
     ):
+        check_choice("code", "extract", extract, EXTRACTS)
         check_choice("code", "score", score, SCORES)
         for name, value in (("seconds", seconds), ("memory_mib", memory_mib), ("parallel", parallel)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise UserError(f"rewards.functions: 'code': {name} is {value!r}; more than 0 is needed")
-        self.column, self.score, self.parallel, self.reasoning = column, score, int(parallel), reasoning
+        self.column, self.extract, self.prefix = column, extract, prefix
+        self.score, self.parallel, self.reasoning = score, int(parallel), reasoning
         self.limits = Limits(
             wall_seconds=seconds, cpu_seconds=int(seconds) + 1, memory_bytes=int(memory_mib) << 20
         )
@@ -67,23 +74,32 @@ class CodeReward:
             ValueError: the column holds no tests.
         """
         tests = read_tests(read_column(prompt, self.column, "code"))
-        program = find_program(strip_reasoning(completion.text, self.reasoning))
+        program: str | None = strip_reasoning(completion.text, self.reasoning)
+        if self.extract == "fenced":
+            program = find_program(program or "")
         if program is None:
             return 0.0
-        passed = sum(self._run(program, tests))
+        passed = sum(self._run(self.prefix + program, tests))
         return passed / len(tests) if self.score == "fraction" else float(passed == len(tests))
 
     def _run(self, program: str, tests: Sequence[CodeTest]) -> list[bool]:
-        with ThreadPoolExecutor(min(self.parallel, len(tests))) as threads:
-            return list(threads.map(lambda test: self._passes(program, test), tests))
+        """Return which tests pass: those of standard input each in a process, all calls in one."""
+        texts = [test for test in tests if test.call is None]
+        calls = [(test.call, test.want) for test in tests if test.call is not None]
+        passed: list[bool] = []
+        if texts:
+            with ThreadPoolExecutor(min(self.parallel, len(texts))) as threads:
+                passed += threads.map(lambda test: self._prints(program, test), texts)
+        if calls:
+            outcome = run_program(program, self.limits, calls=[call for call, _ in calls])
+            passed += [
+                is_same_result(result, want) for result, (_, want) in zip(outcome.results, calls, strict=True)
+            ]
+        return passed
 
-    def _passes(self, program: str, test: CodeTest) -> bool:
-        outcome = run_program(program, self.limits, test.stdin, test.call)
-        if outcome.kind != "ok":
-            return False
-        if test.call is None:
-            return is_same_output(outcome.output, test.want)
-        return is_same_result(outcome.result, test.want)
+    def _prints(self, program: str, test: CodeTest) -> bool:
+        outcome = run_program(program, self.limits, test.stdin)
+        return outcome.kind == "ok" and is_same_output(outcome.output, test.want)
 
 
 def find_program(text: str) -> str | None:

@@ -46,7 +46,7 @@ def confine(limits: dict[str, int]) -> None:
 
 
 def main() -> None:
-    """Confine this process, then run the program or call one of its functions."""
+    """Confine this process, then run the program and make the calls."""
     spec = json.loads(Path("spec.json").read_text(encoding="utf-8"))
     program = Path("program.py").read_text(encoding="utf-8", errors="surrogatepass")
     try:
@@ -54,14 +54,21 @@ def main() -> None:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(CANNOT_CONFINE)
-    call = spec["call"]
-    module = types.ModuleType("__main__" if call is None else "program")
+    calls = spec["calls"]
+    module = types.ModuleType("program" if calls else "__main__")
     sys.modules[module.__name__], sys.argv = module, ["program.py"]
     exec(compile(program, "program.py", "exec"), module.__dict__)  # confined: this process is for that
-    if call is not None:
-        result = _find(module, call["name"])(*call["arguments"], **call["keywords"])
-        with open(spec["result"], "w", encoding="utf-8") as file:  # a descriptor
-            json.dump(result, file)
+    with open(spec["results"], "w", encoding="utf-8") as file:  # a descriptor
+        for call in calls:
+            print(_answer(module, call), file=file, flush=True)
+
+
+def _answer(module: types.ModuleType, call: dict[str, Any]) -> str:
+    """Return what a call returns as one line of JSON; nothing where it raises or is no value of JSON."""
+    try:
+        return json.dumps(_find(module, call["name"])(*call["arguments"], **call["keywords"]))
+    except Exception:
+        return ""
 
 
 def _find(module: types.ModuleType, name: str) -> Any:

@@ -34,13 +34,16 @@ class Call:
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
+NO_RESULT = object()
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a program."""
 
     kind: Literal["ok", "timeout", "error"]  # error: it raised, or ended with a status other than 0
     output: str = ""  # what it printed, cut at Limits.file_bytes
-    result: Any = None  # of the call, through JSON
+    results: Sequence[Any] = ()  # of each call, through JSON; NO_RESULT where it raised or was not reached
     detail: str = ""  # the last line of its standard error
 
 
@@ -51,12 +54,12 @@ class SandboxUnavailableError(Exception):
 def check_sandbox() -> None:
     """Raise SandboxUnavailableError where this machine offers no Landlock or no seccomp."""
     with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as nothing:
-        if _run("", "", None, Limits(wall_seconds=30.0), nothing, nothing, errors) == CANNOT_CONFINE:
+        if _run("", "", (), Limits(wall_seconds=30.0), nothing, nothing, errors) == CANNOT_CONFINE:
             raise SandboxUnavailableError(_read(errors).strip())
 
 
-def run_program(program: str, limits: Limits, stdin: str = "", call: Call | None = None) -> Outcome:
-    """Run `program` with `stdin`, or one call of it, in a folder of its own that is removed afterwards.
+def run_program(program: str, limits: Limits, stdin: str = "", calls: Sequence[Call] = ()) -> Outcome:
+    """Run `program` with `stdin`, then the calls in their order, in a folder of its own that is removed.
 
     The program reads its interpreter and writes its folder; it starts no process and reaches no network. What
     it prints and returns is data: the caller compares it, so that the program never sees what is expected.
@@ -66,24 +69,21 @@ def run_program(program: str, limits: Limits, stdin: str = "", call: Call | None
         tempfile.TemporaryFile() as result,
         tempfile.TemporaryFile() as errors,
     ):
-        status = _run(program, stdin, call, limits, output, result, errors)
-        lines = _read(errors).strip().splitlines()
+        status = _run(program, stdin, calls, limits, output, result, errors)
+        results = _read_results(_read(result), len(calls))
         if status is None:
-            return Outcome("timeout", detail=f"took over {limits.wall_seconds:g} s")
+            return Outcome("timeout", results=results, detail=f"took over {limits.wall_seconds:g} s")
         if status != 0:
-            return Outcome("error", detail=lines[-1][:200] if lines else f"ended with status {status}")
-        if call is None:
-            return Outcome("ok", output=_read(output))
-        try:
-            return Outcome("ok", result=json.loads(_read(result)))
-        except (ValueError, RecursionError):
-            return Outcome("error", detail="returned nothing that JSON can say")
+            lines = _read(errors).strip().splitlines()
+            detail = lines[-1][:200] if lines else f"ended with status {status}"
+            return Outcome("error", results=results, detail=detail)
+        return Outcome("ok", output=_read(output), results=results)
 
 
 def _run(
     program: str,
     stdin: str,
-    call: Call | None,
+    calls: Sequence[Call],
     limits: Limits,
     output: IO[bytes],
     result: IO[bytes],
@@ -95,8 +95,8 @@ def _run(
         given.seek(0)
         spec = {
             "limits": {"parent": os.getpid(), **asdict(limits)},
-            "call": None if call is None else asdict(call),
-            "result": result.fileno(),
+            "calls": [asdict(call) for call in calls],
+            "results": result.fileno(),
         }
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="surrogatepass")
         Path(folder, "spec.json").write_text(json.dumps(spec), encoding="utf-8")
@@ -119,6 +119,16 @@ def _run(
         finally:
             process.kill()  # it has no descendants: it can't start any
             process.wait()
+
+
+def _read_results(text: str, count: int) -> list[Any]:
+    results: list[Any] = []
+    for line in text.split("\n")[:count]:
+        try:
+            results.append(json.loads(line))
+        except (ValueError, RecursionError):
+            results.append(NO_RESULT)
+    return results + [NO_RESULT] * (count - len(results))
 
 
 def _read(file: IO[bytes]) -> str:
