@@ -1,5 +1,7 @@
 """What a configuration says beyond the defaults."""
 
+import json
+
 from pydantic import BaseModel
 
 
@@ -22,6 +24,6 @@ def _show(value: object) -> str:
         return ", ".join(map(_show, value)) or "none"
     if isinstance(value, BaseModel):
         return str(getattr(value, "name", value))
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    if isinstance(value, str) and value.isprintable() and value:
+        return value
+    return json.dumps(value, default=str, ensure_ascii=False)  # a line break is seen

@@ -125,6 +125,15 @@ def test_what_differs_from_the_defaults_is_named_with_the_default(run_file):
     assert not [line for line in lines if line.startswith("rollout.top_p")]
 
 
+def test_values_are_shown_as_they_are_written(run_file):
+    overrides = ['rollout.stop=["\\n", "END"]', "data.shuffle=false", "evaluation.every=0", "optimizer.lr=1"]
+    lines = differences(load_config(run_file, overrides))
+    assert 'rollout.stop: "\\n", END (default none)' in lines
+    assert "data.shuffle: false (default true)" in lines
+    assert "evaluation.every: 0 (default 10)" in lines
+    assert "optimizer.lr: 1.0 (default 1e-06)" in lines
+
+
 def test_the_memory_of_the_model_is_counted_term_by_term(run_file):
     # 8.19e9 parameters as bf16 on tp 2 x dp 4: 2, 4 and 12 / 4 bytes each for 4.1e9 of them
     hf = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "vocab_size": 151936}
