@@ -23,13 +23,29 @@ def list_files() -> set[str]:
 
 def files_of_group(group: int) -> set[str]:
     """Return the names of the files in shared memory that the processes of a process group have mapped."""
-    names: set[str] = set()
+    inodes: set[int] = set()
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             if entry.isdecimal() and os.getpgid(int(entry)) == group:
-                text = Path("/proc", entry, "maps").read_text(encoding="utf-8", errors="replace")
-                names.update(re.findall(rf" {SHARED_MEMORY}/([^/\n]+)$", text, re.MULTILINE))
-    return {name for name in names if not name.startswith(PREFIX) and not name.endswith(" (deleted)")}
+                inodes |= mapped_inodes(entry)
+    try:
+        names = {entry.name for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes}
+    except OSError:
+        return set()
+    return {name for name in names if not name.startswith(PREFIX)}
+
+
+def mapped_inodes(process: str) -> set[int]:
+    """Return what a process, named as in /proc, has mapped of shared memory. Not by its name: a semaphore is
+    mapped under a first name and then given its own.
+
+    Raises:
+        OSError: it has ended, or is another user's.
+    """
+    text = Path("/proc", process, "maps").read_text(encoding="utf-8", errors="replace")
+    return {
+        int(inode) for inode in re.findall(rf"^(?:\S+ +){{4}}(\d+) +{SHARED_MEMORY}/", text, re.MULTILINE)
+    }
 
 
 def read_ledger(text: str) -> list[str]:

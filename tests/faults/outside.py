@@ -14,8 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from megagrpo.wire.shared_files import SHARED_MEMORY, mapped_inodes
+
 LEAVE_SECONDS = 10.0  # that anything may stay after the launcher's end
-SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -95,12 +96,16 @@ def is_alive(process: psutil.Process) -> bool:
 
 def shared_files() -> set[str]:
     """Return the files in shared memory that no live process has mapped or locked."""
-    mapped: set[str] = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            mapped.update(each.path for each in process.memory_maps() if each.path.startswith("/dev/shm/"))
-    paths = [path for path in SHARED_MEMORY.iterdir() if path.is_file() and str(path) not in mapped]
-    return {path.name for path in paths if not is_held(path)}
+    mapped: set[int] = set()
+    for process in psutil.pids():
+        with contextlib.suppress(OSError):
+            mapped |= mapped_inodes(str(process))
+    names: set[str] = set()
+    for path in SHARED_MEMORY.iterdir():
+        with contextlib.suppress(OSError):  # it has gone
+            if path.is_file() and path.stat().st_ino not in mapped and not is_held(path):
+                names.add(path.name)
+    return names
 
 
 def is_held(path: Path) -> bool:

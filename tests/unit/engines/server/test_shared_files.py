@@ -24,8 +24,10 @@ import mmap, os, subprocess, sys, time
 sys.path.insert(0, {str(HOST_PATH)!r})
 from megagrpo.host.parent_watch import watch_parent
 watch_parent()
-make = "import mmap, sys, time; file = open('/dev/shm/' + sys.argv[1], 'wb+'); file.truncate(4096); "
-make += "mapped = mmap.mmap(file.fileno(), 4096); other = open('/dev/shm/' + sys.argv[2], 'rb'); "
+make = "import mmap, os, sys, time; name = '/dev/shm/' + sys.argv[1]; file = open(name + '.first', 'wb+'); "
+make += "file.truncate(4096); mapped = mmap.mmap(file.fileno(), 4096); "
+make += "os.link(file.name, name); os.unlink(file.name); "  # as a semaphore gets its name
+make += "other = open('/dev/shm/' + sys.argv[2], 'rb'); "
 make += "kept = mmap.mmap(other.fileno(), 1, access=mmap.ACCESS_READ); print(flush=True); time.sleep(600)"
 command = [sys.executable, "-c", make, *sys.argv[1:3]]
 child = subprocess.Popen(command, stdout=subprocess.PIPE)
