@@ -49,7 +49,7 @@ def read_inputs(config: Config, note: Callable[[str], None]) -> RunInputs:
     Raises:
         UserError: anything about the model, the tokenizer or the data that the user can mend.
     """
-    precision = build_precision(config.precision.recipe)
+    precision = build_precision(config.precision.recipe, config.precision.emulate)
     if config.model.changed_fields:
         for line in write_model_folder(config.model, Path(config.model_folder)):
             note(line)

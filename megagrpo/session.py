@@ -19,6 +19,7 @@ from megagrpo.engines.replicas import build_rollout_engine, engine_log, owner_of
 from megagrpo.engines.server.engine import ServerEngine
 from megagrpo.fleet.recovering_publisher import RecoveringPublisher
 from megagrpo.fleet.replica_recovery import ReplicaRecovery
+from megagrpo.models.emulation import emulate_float8
 from megagrpo.models.hf_files import check_no_unknown_tensors
 from megagrpo.models.load_stage import load_stage_model
 from megagrpo.models.stage import StageModel
@@ -159,9 +160,10 @@ def _build_models(
             use_te=inputs.use_te,
             deterministic_mode=config.run.deterministic,
         )
-        return load_stage_model(
+        model = load_stage_model(
             config.model_folder, inputs.hf, transformer_config, groups, device, inputs.use_te
         )
+        return emulate_float8(model, config.precision.recipe) if config.precision.emulate else model
 
     building("the actor", None)
     check_own_files(config.model.path)

@@ -90,7 +90,12 @@ class PrecisionConfig(Section):
     recipe: Literal["fp32", "bf16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"] = Field(
         "fp32",
         description="bf16 and fp8 keep float32 main parameters and gradients; fp8 needs CUDA and "
-        "Transformer Engine",
+        "Transformer Engine, or emulate",
+    )
+    emulate: bool = Field(
+        False,
+        description="compute in float32, with operands rounded as by the fp8 recipe, on any device: to "
+        "study it",
     )
 
 

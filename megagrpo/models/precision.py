@@ -50,12 +50,14 @@ class Precision:
         return fields
 
 
-def build_precision(recipe: str) -> Precision:
-    """Return the number formats of a recipe.
+def build_precision(recipe: str, emulate: bool = False) -> Precision:
+    """Return the number formats of a recipe; float32 where linear layers emulate it (`emulation.py`).
 
     Raises:
         UserError: an FP8 recipe where CUDA, Transformer Engine or the GPU's FP8 support is missing.
     """
+    if emulate:
+        return Precision(torch.float32)
     if recipe in ("fp32", "bf16"):
         return Precision(torch.float32 if recipe == "fp32" else torch.bfloat16)
     missing = []

@@ -119,7 +119,7 @@ def _model_lines(config: Config, layout: ParallelLayout) -> list[str]:
     if not size:
         return []
     own = size / (layout.tp * layout.pp)
-    is_float32 = config.precision.recipe == "fp32"
+    is_float32 = config.precision.recipe == "fp32" or config.precision.emulate
     weights, states = (4, 8) if is_float32 else (2, 12)  # bf16: float32 main weights beside Adam's two
     terms = {
         "weights": own * weights,

@@ -108,7 +108,7 @@ def _check_quantization(config: Config, server: ServerConfig, hf_config: Mapping
     if server.quantization == "none":
         return
     place = f"engine.server.quantization: {server.quantization}"
-    if config.precision.recipe == "fp32":
+    if config.precision.recipe == "fp32" or config.precision.emulate:
         yield f"{place}: servers of such models compute in bfloat16; take precision.recipe bf16"
     if config.weights.layout == "sharded":
         yield (

@@ -12,24 +12,42 @@ from megagrpo.parallel.alignment import FP8_ALIGNMENT
 def check_hardware(config: Config, hf_config: Mapping[str, Any], hardware: Hardware) -> Iterator[str]:
     """Yield what is wrong, one line each."""
     recipe, attention = config.precision.recipe, config.model.attention
-    if recipe in FP8_ALIGNMENT and attention == "local":
+    emulates = config.precision.emulate
+    if emulates:
+        yield from _check_emulation(config)
+    if recipe in FP8_ALIGNMENT and attention == "local" and not emulates:
         yield (
             f"precision.recipe: {recipe}: the layers of model.attention: local compute no "
             "FP8, and would train in bf16; use auto or te"
         )
     missing = " and ".join(hardware.missing_for_transformer_engine())
-    if missing and recipe in FP8_ALIGNMENT:
+    if missing and recipe in FP8_ALIGNMENT and not emulates:
         yield (
             f"precision.recipe: {recipe}: needs Transformer Engine on CUDA; missing "
-            f"here: {missing}; use fp32 or bf16"
+            f"here: {missing}; use fp32 or bf16, or precision.emulate to study it"
         )
     if missing and attention == "te":
         yield (
             f"model.attention: te: needs Transformer Engine on CUDA; missing here: {missing}; use auto or "
             "local"
         )
-    takes_te = attention == "te" or (attention == "auto" and not missing and recipe != "fp32")
+    takes_te = attention == "te" or (
+        attention == "auto" and not missing and recipe != "fp32" and not emulates
+    )
     yield from _check_recompute(config, hf_config, takes_te)
+
+
+def _check_emulation(config: Config) -> Iterator[str]:
+    recipe = config.precision.recipe
+    if recipe not in FP8_ALIGNMENT:
+        yield (
+            f"precision.emulate: true: precision.recipe: {recipe} is computed as it is; take one of "
+            f"{', '.join(FP8_ALIGNMENT)}"
+        )
+    if config.model.attention == "te":
+        yield "precision.emulate: true: layers of Transformer Engine compute on their own; use auto or local"
+    if recipe == "fp8_delayed" and config.update.recompute:
+        yield "precision.emulate: true: update.recompute would move the scales of fp8_delayed twice"
 
 
 def _check_recompute(config: Config, hf_config: Mapping[str, Any], takes_te: bool) -> Iterator[str]:

@@ -19,6 +19,11 @@ def test_fp8_without_its_hardware_names_what_is_missing(recipe, monkeypatch):
         precision.build_precision(recipe)
 
 
+def test_an_emulated_recipe_needs_no_hardware_and_keeps_float32():
+    built = precision.build_precision("mxfp8", emulate=True)
+    assert built.params_dtype == torch.float32 and built.fp8 is None
+
+
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8"])
 def test_fp8_maps_to_the_fields_of_megatron(recipe, monkeypatch):
     """Field names and values are those of megatron-core's TransformerConfig, which validates them here."""

@@ -215,7 +215,8 @@ def test_defaults_have_no_problem(run_file):
             ["precision.recipe=mxfp8"],
             "precision.recipe: mxfp8: needs Transformer Engine on CUDA; missing here: an NVIDIA GPU and a "
             "CUDA build of torch and "
-            "Transformer Engine (pip install 'transformer-engine[pytorch]'); use fp32 or bf16",
+            "Transformer Engine (pip install 'transformer-engine[pytorch]'); use fp32 or bf16, or "
+            "precision.emulate to study it",
         ),
         (1, ["model.path=nowhere"], "model.path: nowhere: no such folder"),
         (
@@ -302,6 +303,36 @@ def test_parts_that_the_layers_do_not_compute_again_are_refused(
     else:
         (line,) = told
         assert line.startswith(f"update.recompute: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["precision.recipe=mxfp8"], []),
+        (["precision.recipe=fp8_blockwise", "model.attention=local"], []),
+        (
+            ["precision.recipe=bf16"],
+            [
+                "precision.emulate: true: precision.recipe: bf16 is computed as it is; take one of "
+                "fp8_delayed, fp8_tensorwise, fp8_blockwise, mxfp8"
+            ],
+        ),
+        (
+            ["precision.recipe=mxfp8", "model.attention=te"],
+            ["precision.emulate: true: layers of Transformer Engine compute on their own; use auto or local"],
+        ),
+        (
+            ["precision.recipe=fp8_delayed", "update.recompute=full"],
+            ["precision.emulate: true: update.recompute would move the scales of fp8_delayed twice"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("hardware", [NO_GPU, FULL_GPU])
+def test_a_float8_recipe_can_be_emulated_on_any_machine_in_local_layers(
+    run_file, overrides, expected, hardware
+):
+    told = problems_of(run_file, "precision.emulate=true", *overrides, hardware=hardware)
+    assert [line for line in told if line.startswith("precision.")] == expected
 
 
 def test_full_is_named_alone_and_none_is_an_empty_list(run_file):
