@@ -1,6 +1,7 @@
 """Mistakes of a new user that were told late, or not at all: each is one true line before the launch."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,8 +20,13 @@ MODEL = {
     "max_position_embeddings": 1024,
     "vocab_size": 64,
 }
-# a family is a file, named as its model_type
-FAMILIES = ", ".join(sorted(path.stem for path in Path(families.__file__).parent.glob("[a-z]*.py")))
+FAMILIES = ", ".join(
+    sorted(
+        name
+        for path in Path(families.__file__).parent.glob("*.py")
+        for name in re.findall(r'^FAMILIES\.register\("(\w+)"\)', path.read_text(), re.MULTILINE)
+    )
+)
 ROW = {"question": "1 + 1", "answer": "2"}
 
 
