@@ -2,16 +2,26 @@
 the model's own. Exports and conversions carry them from their source.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megagrpo.models.hf_config import load_config_json
-from megagrpo.models.hf_files import SafetensorsFolder, is_carried
 from megagrpo.models.safetensors_file import safetensors_parts
+from megagrpo.models.safetensors_folder import SafetensorsFolder
 
 CARRIED_FILE = "carried.safetensors"  # in the `hf_files` of a converted Megatron checkpoint
+
+
+def is_carried(name: str, raw: dict[str, Any]) -> bool:
+    """Say whether a tensor is of a layer for multi-token prediction, by the fields of config.json."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    added = raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0
+    own = raw.get("num_hidden_layers", 0)
+    return layer is not None and own <= int(layer[1]) < own + added
 
 
 def carried_tensors(source: str | Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 fields that contradict each other are named. Imports no torch.
 """
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,14 @@ REQUIRED_FIELDS = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+# Families that Megatron-core 0.16.1 and the attention of models/attention.py can't express, and why.
+BEYOND_MEGATRON = {
+    "gpt_oss": "needs biases on experts (Megatron's dispatchers refuse them), a sink in each head's soft-max "
+    "(torch's attention has none) and MXFP4 weights; none of them is here",
+    "gemma3_text": "needs norms behind attention and MLP (Megatron's layer has none there), a scaled "
+    "embedding and two rotary embeddings by layer; none of them is here",
+}
+BEYOND_MEGATRON["gemma3"] = BEYOND_MEGATRON["gemma3_text"]
 # Two names of one thing, of which a file may hold both if they agree.
 SYNONYMS = (("num_experts", "num_local_experts"), ("dtype", "torch_dtype"))
 
@@ -92,10 +101,10 @@ def read_hf_config(folder: str | Path, own_family: str | None = None) -> HFConfi
     model_type = str(raw.get("model_type", ""))
     if own_family is not None:
         use_own_family(own_family, model_type)
+    if model_type not in FAMILIES.names():
+        raise UserError(f"{Path(folder) / 'config.json'}: {_unknown_family(model_type, raw)}")
     family = FAMILIES.get(model_type)
-    problems = _missing_fields(raw) or _contradictions(raw) + _unsupported_fields(
-        raw, family
-    ) + rope_problems(raw, family.rope_types) + family.check(raw)
+    problems = _missing_fields(raw) or _contradictions(raw) + _misfits(raw, family)
     if problems:
         raise UserError("\n".join(f"{Path(folder) / 'config.json'}: {problem}" for problem in problems))
     values = family.defaults | raw
@@ -118,6 +127,42 @@ def read_hf_config(folder: str | Path, own_family: str | None = None) -> HFConfi
         raw=values,
         num_experts=count_experts(values),
     )
+
+
+def _misfits(raw: dict[str, Any], family: ModelFamily) -> list[str]:
+    return _unsupported_fields(raw, family) + rope_problems(raw, family.rope_types) + family.check(raw)
+
+
+def _unknown_family(model_type: str, raw: dict[str, Any]) -> str:
+    """Return why a model of no known family is refused: what it needs that is missing here, where that is
+    known; else the known family nearest to it and the fields in which they differ.
+    """
+    if model_type in BEYOND_MEGATRON:
+        return f"model_type: {model_type!r}: {BEYOND_MEGATRON[model_type]}"
+    try:
+        FAMILIES.get(model_type)
+    except UserError as error:
+        unknown = str(error)
+    if _missing_fields(raw):
+        return unknown
+    fields = {name: _fields_that_differ(raw, FAMILIES.get(name)) for name in FAMILIES.names()}
+    near = min(fields, key=lambda name: (len(fields[name]), -_similarity(name, model_type)))
+    return f"{unknown}; by its fields it is nearest to {near}, with " + (
+        f"differences in {', '.join(fields[near])}" if fields[near] else "no field that differs"
+    )
+
+
+def _fields_that_differ(raw: dict[str, Any], family: ModelFamily) -> list[str]:
+    own, names = family.defaults | family.example_fields, []
+    if (count_experts(raw) is None) != (count_experts(own) is None):
+        names.append("num_experts")
+    if ("kv_lora_rank" in raw) != ("kv_lora_rank" in own):
+        names.append("kv_lora_rank")
+    return names + [problem.partition(":")[0] for problem in _misfits(raw, family)]
+
+
+def _similarity(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, name, other).ratio()
 
 
 def _missing_fields(raw: dict[str, Any]) -> list[str]:
@@ -156,6 +201,11 @@ def _unsupported_fields(raw: dict[str, Any], family: ModelFamily) -> list[str]:
             kinds = set(map(str, value)) if isinstance(value, list) else {str(value)}
             if kinds != {"full_attention"}:
                 problems.append(f"layer_types: {sorted(kinds)}: only full_attention is supported")
+        elif name == "auto_map":
+            problems.append(
+                f"auto_map: {value!r}: code that the folder brings is never run; "
+                "model.ignore_fields=[auto_map] takes this package's own for it"
+            )
         elif name in allowed_values:
             if value not in allowed_values[name]:
                 allowed = ", ".join(map(repr, allowed_values[name]))

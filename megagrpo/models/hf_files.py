@@ -1,84 +1,18 @@
 """Reads a rank's slices of the tensors in an HF folder."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from megagrpo.errors import UserError
+from megagrpo.models.carried_tensors import is_carried
 from megagrpo.models.family import checkpoint_tensors
 from megagrpo.models.rules import Dimensions, ParameterRule, Size, merge
+from megagrpo.models.safetensors_folder import TIED_HEAD, SafetensorsFolder
 from megagrpo.models.stacked_experts import StackedExpertSlice, stacked_rules
 from megagrpo.models.stage import StageModel
-
-TIED_HEAD = "lm_head.weight"  # where some folders store the embedding again
-
-
-class SafetensorsFolder:
-    """The tensors of an HF folder, sharded over files or not, read by name and slice."""
-
-    def __init__(self, folder: str | Path, file: Path | None = None):
-        """Take the files and what is read of them.
-
-        Args:
-            file: the only one that is read; None: those of the model.
-        """
-        self.folder = Path(folder)
-        self._handles: dict[Path, Any] = {}
-        index = self.folder / "model.safetensors.index.json"
-        if file is None and index.is_file():
-            self._file_of = {name: self.folder / file for name, file in _read_index(index).items()}
-        else:
-            single = file or self.folder / "model.safetensors"
-            self._file_of = dict.fromkeys(self._open(single).keys(), single)
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._handles:
-            if not path.is_file():
-                raise UserError(f"model.path: {path}: no such safetensors file")
-            try:
-                self._handles[path] = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise UserError(f"model.path: {path}: not readable, truncated? ({error})") from None
-        return self._handles[path]
-
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-        return set(self._file_of)
-
-    def tensor_slice(self, name: str) -> Any:
-        """Return the lazily read tensor `name`.
-
-        Raises:
-            UserError: no file has it.
-        """
-        if name not in self._file_of:
-            hint = " (config.json says tie_word_embeddings false)" if name == TIED_HEAD else ""
-            raise UserError(f"model.path: {self.folder}: tensor {name} is missing{hint}")
-        path = self._file_of[name]
-        try:
-            return self._open(path).get_slice(name)
-        except SafetensorError:
-            raise UserError(f"model.path: {path}: tensor {name} is missing") from None
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Return the file that holds each tensor.
-
-    Raises:
-        UserError: it is not an index, or names a file of another folder.
-    """
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        names = {str(file) for file in weight_map.values()}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"model.path: {path}: not an index ({type(error).__name__}: {error})") from None
-    if outside := sorted(name for name in names if Path(name).name != name or name == ".."):
-        raise UserError(f"model.path: {path}: names {outside[0]!r}, which is not a file of this folder")
-    return weight_map
 
 
 def open_tensor(
@@ -142,14 +76,6 @@ def load_hf_weights(model: StageModel, folder: str | Path) -> None:
             value = merge(rule, parts, model.dims, shards)
             assert value.shape == parameter.shape, f"{rule.megatron}: {value.shape}, {parameter.shape}"
             parameter.copy_(value)
-
-
-def is_carried(name: str, raw: dict[str, Any]) -> bool:
-    """Say whether a tensor is of a layer for multi-token prediction, by the fields of config.json."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    added = raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0
-    own = raw.get("num_hidden_layers", 0)
-    return layer is not None and own <= int(layer[1]) < own + added
 
 
 def check_no_unknown_tensors(model: StageModel, folder: str | Path) -> None:

@@ -16,6 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from planted_pickles import KINDS
 
+from megagrpo.checkpoint.contents import read_contents
+from megagrpo.checkpoint.manifest import Manifest, record_file, write_manifest
+
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -61,6 +64,26 @@ def tool(name, *arguments):
         text=True,
         timeout=200,
     )
+
+
+@pytest.mark.distributed
+def test_a_megatron_checkpoint_is_inspected_by_its_manifest(tmp_path):
+    folder = tmp_path / "checkpoint"
+    assert tool("convert_hf_to_megatron", "examples/quickstart/model", folder).returncode == 0
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    files = [record_file(folder, name) for name in names]
+    write_manifest(folder, Manifest(7, 9, {}, {}, {"tp": 2, "pp": 1}, {"torch": "x"}, files))
+    done = tool("inspect_checkpoint", folder, "--checksums")
+    assert done.returncode == 0, done.stdout
+    for told in ("step: 7", "weight version: 9", "layout: tp 2, pp 1", "family: qwen3", "0 of"):
+        assert told in done.stdout
+    assert "embedding.word_embeddings.weight" in read_contents(folder).tensors
+    shard = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    with shard.open("r+b") as file:
+        file.seek(shard.stat().st_size // 2)
+        file.write(bytes([file.read(1)[0] ^ 1]))
+    done = tool("inspect_checkpoint", folder, "--checksums")
+    assert done.returncode == 1 and f"wrong: {shard.name}: checksum " in done.stdout
 
 
 @pytest.mark.distributed

@@ -10,9 +10,9 @@ from transformers import DeepseekV3Config, Glm4MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megagrpo.errors import UserError
+from megagrpo.models.carried_tensors import is_carried
 from megagrpo.models.family import FAMILIES, checkpoint_tensors
 from megagrpo.models.hf_config import read_hf_config
-from megagrpo.models.hf_files import is_carried
 from megagrpo.models.rope import inverse_frequencies, rotary_scale
 
 BASE = {

@@ -9,8 +9,9 @@ from megagrpo.errors import UserError
 from megagrpo.models import families
 from megagrpo.models.family import FAMILIES
 from megagrpo.models.hf_config import read_hf_config
-from megagrpo.models.hf_files import SafetensorsFolder, open_tensor, read_part
+from megagrpo.models.hf_files import open_tensor, read_part
 from megagrpo.models.rules import Dimensions
+from megagrpo.models.safetensors_folder import SafetensorsFolder
 from megagrpo.models.stacked_experts import stacked_rules
 
 DIMS = Dimensions(num_attention_heads=4, num_query_groups=2, head_dim=16, vocab_size=49, padded_vocab_size=64)

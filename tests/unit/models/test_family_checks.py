@@ -68,6 +68,40 @@ def test_a_field_that_changes_the_maths_is_named(tmp_path, changes, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "nearest"),
+    [
+        ({"model_type": "llava"}, "nearest to llama, with no field that differs"),
+        ({"model_type": "qwen9", "use_qk_norm": True}, "nearest to qwen., with differences in use_qk_norm"),
+        (
+            {"model_type": "mixt2", "num_local_experts": 4, "router_jitter_noise": 0.0, "softcap": 3.0},
+            "nearest to mixtral, with differences in softcap",
+        ),
+    ],
+)
+def test_an_unknown_family_is_told_the_nearest_one_and_what_differs(tmp_path, changes, nearest):
+    with pytest.raises(UserError, match=nearest):
+        read(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("gpt_oss", "a sink in each head's soft-max"),
+        ("gemma3_text", "two rotary embeddings"),
+        ("gemma3", "norms"),
+    ],
+)
+def test_what_a_family_beyond_megatron_needs_is_told(tmp_path, name, needs):
+    with pytest.raises(UserError, match=f"model_type: '{name}': needs .*{needs}"):
+        read(tmp_path, model_type=name)
+
+
+def test_code_of_the_folder_is_refused_unless_it_is_left_out_by_name(tmp_path):
+    with pytest.raises(UserError, match=r"auto_map: .* never run; model.ignore_fields=\[auto_map\]"):
+        read(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+
+
 def test_all_problems_are_told_at_once(tmp_path):
     with pytest.raises(UserError) as error:
         read(tmp_path, mlp_bias=True, hidden_act="gelu")

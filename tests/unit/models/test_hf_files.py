@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 
 from megagrpo.errors import UserError
 from megagrpo.models.hf_export import write_hf_folder
-from megagrpo.models.hf_files import SafetensorsFolder, check_tied, load_hf_weights, open_tensor, read_part
+from megagrpo.models.hf_files import check_tied, load_hf_weights, open_tensor, read_part
 from megagrpo.models.rules import Dimensions, ParameterRule, Size
+from megagrpo.models.safetensors_folder import SafetensorsFolder
 
 DIMS = Dimensions(num_attention_heads=4, num_query_groups=2, head_dim=2, vocab_size=5, padded_vocab_size=8)
 VOCAB = ParameterRule("e", ("e",), "vocab", ((Size(5, "vocab_size"), Size(2, "hidden_size")),), "embedding")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megagrpo.errors import UserError
 from megagrpo.models.hf_config import read_hf_config
 from megagrpo.models.hf_export import copy_hf_files, export_dtype, write_hf_folder
-from megagrpo.models.hf_files import SafetensorsFolder
+from megagrpo.models.safetensors_folder import SafetensorsFolder
 
 BASE = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
