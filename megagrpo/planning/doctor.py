@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megagrpo.config.hardware import Hardware, detect_hardware
+from megagrpo.planning.machine import look_at_machine
 from megagrpo.telemetry.summary import package_versions
 
 _ENGINES = ("transformers", "vllm", "sglang")
@@ -31,13 +33,37 @@ def format_doctor(hardware: Hardware | None = None) -> str:
     ]
     if is_wrong_apex():
         rows.append(("apex", "this is PyPI's web toolkit, not NVIDIA Apex: pip uninstall apex"))
+    machine = look_at_machine()
+    rows += machine.rows()
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+    engines = [name for name in _ENGINES if _is_there(name)]
+    problems = [*machine.problems(), *_gpu_problems(hardware)]
+    lines = [f"{name:<{width}}  {text}" for name, text in rows]
+    return "\n".join([*lines, "", *verdict(hardware, engines, problems)])
+
+
+def verdict(hardware: Hardware, engines: Sequence[str], problems: Sequence[str]) -> list[str]:
+    """Return what this machine is ready for, and what stands in the way of more, a line each."""
+    on_gpus = hardware.nvidia_device and hardware.torch_cuda is not None
+    what = "GPU ranks over NCCL" if on_gpus else "CPU ranks over gloo"
+    fp8 = "" if hardware.missing_for_transformer_engine() else "; FP8"
+    lines = [f"ready for: {what}; engines {', '.join(engines)}{fp8}"]
+    return [*lines, *(f"in the way: {problem}" for problem in problems)]
+
+
+def _gpu_problems(hardware: Hardware) -> list[str]:
+    if hardware.nvidia_device and hardware.torch_cuda is None:
+        return ["there are GPUs, but torch is a CPU build: install one for CUDA (make install CONSTRAINTS=)"]
+    return []
 
 
 def is_installed(module: str) -> bool:
     """Return whether the top-level `module` could be imported; it is not."""
     return importlib.util.find_spec(module) is not None
+
+
+def _is_there(name: str) -> bool:
+    return is_installed(name) or (Path(".engines") / name / "bin" / "python").is_file()
 
 
 def _engine_place(name: str) -> str:
