@@ -26,6 +26,7 @@ def apply() -> None:
     _fix_torch_adamw_state()
     _fix_router_without_te()
     _fix_latent_attention_without_te()
+    _fix_recompute_without_te()
     _fix_checkpoint_writers_that_die()
 
 
@@ -37,6 +38,22 @@ def _fix_latent_attention_without_te() -> None:
 
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+
+
+def _fix_recompute_without_te() -> None:
+    """`CheckpointWithoutOutput` (0.16.1, of recompute `layernorm`) asks Transformer Engine for its FP8 state
+    unless it is built with fp8=None, and its default is False: NameError where that is not installed.
+    """
+    from megatron.core.tensor_parallel import random
+
+    if random.HAVE_TE:
+        return
+    original = random.CheckpointWithoutOutput.__init__
+
+    def initialise(self: Any, fp8: Any = None) -> None:
+        original(self, fp8=None)
+
+    random.CheckpointWithoutOutput.__init__ = initialise
 
 
 def _fix_checkpoint_writers_that_die() -> None:
