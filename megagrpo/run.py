@@ -90,15 +90,16 @@ def run_training(
             counts=activity.count,
         )
     try:
-        supervisor.training_begins(while_stopping=session.generator.give_up)
         update = build_update(config, session.updater, stop_if_asked, recorder)
+        checkpoints = build_checkpoints(config, session, update.gate, recorder)
+        supervisor.training_begins(session.generator.give_up, before_leaving=checkpoints.keep)
         Trainer(
             num_steps=config.run.steps,
             pipeline=session.pipeline,
             update=update,
             publisher=session.publisher,
             evaluator=build_evaluator(config, session),
-            checkpoints=build_checkpoints(config, session, update.gate, recorder),
+            checkpoints=checkpoints,
             recorder=recorder,
             timers=timers,
             supervisor=supervisor,

@@ -51,6 +51,10 @@ class Commit:
         """Say whether it has ended, in whatever way."""
         return self._work.wait(seconds=0.0)
 
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended, at most `seconds`."""
+        self._work.wait(seconds)
+
     def outcome(self) -> tuple[int, list[str]]:
         """Wait; return the bytes of all files, and the names of the checkpoints that were retired; or
         raise what was met.

@@ -29,6 +29,7 @@ from megagrpo.checkpoint.writer import ShardWriter, yield_to_training
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag
 
+KEEP_POLL_SECONDS = 0.1
 FREE_MARGIN = 1.05  # of the bytes of the shards: headers, metadata and small files
 
 
@@ -143,6 +144,26 @@ class CheckpointManager:
             self._pending.stall_seconds += time.perf_counter() - started
             saved = self._advance()
         return saved
+
+    def keep(self, seconds: float) -> None:
+        """Bring a save that is being written to disk where a rank has failed, so that nobody can be talked
+        to: this rank's part, and on the first rank the whole, once all parts are there.
+
+        For a rank that leaves right after it. Waits `seconds` at most: the part of a rank that was killed
+        never comes.
+        """
+        if (pending := self._pending) is None:
+            return
+        deadline = time.monotonic() + seconds
+        pending.writer.wait(seconds)
+        while dist.get_rank() == 0 and time.monotonic() < deadline:
+            if pending.commit is not None:
+                pending.commit.wait(deadline - time.monotonic())
+                return
+            if pending.writer.is_written_by_all:
+                pending.commit = Commit(self.folder, pending.writer, pending.contents, self.retention)
+            else:
+                time.sleep(KEEP_POLL_SECONDS)
 
     def _advance(self) -> Saved | None:
         """Begin to commit the save once all ranks have written, or end it once that is done; waits for

@@ -38,6 +38,8 @@ from megagrpo.telemetry import names
 from megagrpo.telemetry.summary import package_versions
 from megagrpo.types import Snapshot
 
+KEEP_SECONDS = 15.0  # for a save under way where a rank has failed; launchers kill ranks after 30 s
+
 
 class RunCheckpoints:
     """Saves and restores the weights, named parts of a run, and the trainer's state."""
@@ -214,6 +216,10 @@ class RunCheckpoints:
             return None
         since = "" if self._saved_step is None else f" since step {self._saved_step}"
         return f"nothing was saved{since}: {self._last_error}"
+
+    def keep(self) -> None:
+        """See CheckpointManager.keep."""
+        self.manager.keep(KEEP_SECONDS)
 
     def finish(self) -> None:
         """Wait for a save that is being written, and for the removal of retired checkpoints. Collective

@@ -76,10 +76,16 @@ class ShardWriter:
         """Say whether this rank has written its part, or failed to."""
         return self._work is None or self._work.wait(seconds=0.0)
 
-    def wait(self) -> None:
-        """Wait for this rank's part."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for this rank's part, at most `seconds`."""
         if self._work is not None:
-            self._work.wait()
+            self._work.wait(seconds)
+
+    @property
+    def is_written_by_all(self) -> bool:
+        """Say whether every rank has noted that its part is on disk, as the shared folder shows it."""
+        notes = (self.folder / _NOTES.format(rank=rank) for rank in range(dist.get_world_size()))
+        return all(note.is_file() for note in notes)
 
     def write(self) -> None:
         """Write this rank's part; never raises, see `outcome`."""
@@ -90,7 +96,10 @@ class ShardWriter:
             self.outcome.files += [
                 write_file(self.folder, name, contents) for name, contents in self.own_files.items()
             ]
-            (self.folder / _NOTES.format(rank=dist.get_rank())).write_text(_format_note(self.outcome))
+            note = self.folder / _NOTES.format(rank=dist.get_rank())
+            unfinished = note.with_name(f".{note.name}")
+            unfinished.write_text(_format_note(self.outcome))
+            unfinished.rename(note)  # one that is there is whole
         except Exception as error:  # whatever happens in a thread is told by problems(), on all ranks
             self.outcome.error = f"{type(error).__name__}: {error}"
         self.outcome.seconds = time.perf_counter() - started

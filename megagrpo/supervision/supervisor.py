@@ -49,6 +49,7 @@ class Supervisor:
         self.stop_reason: str | None = None
         # called again and again from then on, by the watching thread
         self._while_stopping: Callable[[], None] = self._leave_before_training
+        self._before_leaving: Callable[[], None] = lambda: None
         self.budgets = PhaseBudgets(watchdog)
         self._phases: list[tuple[str, float]] = [(BETWEEN, time.monotonic())]  # innermost last, with starts
         # the newest exception that left a phase, and that phase
@@ -72,11 +73,11 @@ class Supervisor:
         finally:
             self.leave(name, time.monotonic() - started)
 
-    def training_begins(self, while_stopping: Callable[[], None]) -> None:
+    def training_begins(self, while_stopping: Callable[[], None], before_leaving: Callable[[], None]) -> None:
         """From now on there is something to save: a stop no longer leaves at once. `while_stopping` is called
-        again and again until the loop has come to its end.
+        again and again until the loop has ended, `before_leaving` once where any rank has failed.
         """
-        self._while_stopping = while_stopping
+        self._while_stopping, self._before_leaving = while_stopping, before_leaving
 
     def enter(self, name: str) -> None:
         """A phase starts; it may be inside another, whose clock stands still meanwhile."""
@@ -99,9 +100,8 @@ class Supervisor:
         if not self._is_started:
             return
         name, _ = self._phases[-1]
-        faulthandler.dump_traceback_later(
-            self.budgets.seconds(name) + BACKSTOP_SECONDS, exit=True, file=sys.__stderr__
-        )
+        seconds = self.budgets.seconds(name) + BACKSTOP_SECONDS
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
         board = self._board
         try:
             if board is not None:
@@ -143,6 +143,7 @@ class Supervisor:
         failure = build_failure(error, self.rank, phase, self.step)
         self._peer_failed_at = float("inf")  # the watching thread leaves it to this one
         self._exit_code = self._tell(failure, echo=is_echo(error))
+        self._before_leaving()
         return self._exit_code
 
     def _tell(self, failure: Failure, echo: bool) -> int:
@@ -210,10 +211,8 @@ class Supervisor:
         self._ask_to_stop(number.name)
 
     def _tell_interrupt(self) -> None:
-        phase, step = self._phases[-1][0], self.step
-        failure = Failure(
-            self.rank, phase, step, "interrupted twice: left at once, without saving", kind="user"
-        )
+        told = "interrupted twice: left at once, without saving"
+        failure = Failure(self.rank, self._phases[-1][0], self.step, told, kind="user")
         if self._board is not None and self._board.claim(failure):
             tell(self.run_dir, failure)
 
@@ -251,6 +250,7 @@ class Supervisor:
             assert first is not None
             dump_stacks(self.run_dir / "errors", self.rank)
             note_for_launcher(f"left because rank {first.rank} failed")
+            self._before_leaving()
             leave_now(first.peer_exit_code)
 
     def _look_for_the_dead(self, board: Board) -> None:
@@ -288,10 +288,10 @@ class Supervisor:
         if failure.rank == self.rank:
             silent = sorted(rank for rank in others if not board.has_stacks(rank))
             self._tell_stall(failure, silent)
-            leave_now(exit_codes.STALLED)
-        # the launcher ends everyone at the first exit, and that is for the rank that tells
-        time.sleep(STACK_SECONDS)
-        leave_now(exit_codes.PEER_FAILED)
+        else:  # the launcher ends everyone at the first exit, and that is for the rank that tells
+            time.sleep(STACK_SECONDS)
+        self._before_leaving()
+        leave_now(exit_codes.STALLED if failure.rank == self.rank else exit_codes.PEER_FAILED)
 
     def _tell_stall(self, failure: Failure, silent: list[int]) -> None:
         tell_stall(self.run_dir, failure, silent)

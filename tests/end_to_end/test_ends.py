@@ -51,6 +51,27 @@ def test_a_reward_that_raises_in_step_three_leaves_step_two_saved(run_alone, tmp
     assert saved_steps(tmp_path / "run") == [2]
 
 
+def test_a_rank_that_fails_while_a_save_is_under_way_ends_the_save_first(run_alone, tmp_path):
+    """An error that no other rank shares, on a disk that takes two seconds for a checkpoint."""
+    (tmp_path / "user.py").write_text(
+        "import time\n"
+        "from pathlib import Path\n"
+        "from megagrpo.algorithms.losses import LossOutput, register_loss\n"
+        "@register_loss('breaks_while_saving')\n"
+        "def breaks_while_saving(inputs):\n"
+        "    from megagrpo.checkpoint import writer\n"
+        "    write = vars(writer).setdefault('write_at_once', writer.ShardWriter._write_shards)\n"
+        "    writer.ShardWriter._write_shards = lambda self: (time.sleep(2.0), write(self))\n"
+        f"    if list(Path({str(tmp_path)!r}).glob('run/checkpoints/*.partial')):\n"
+        "        raise RuntimeError('broken in the midst of it')\n"
+        "    return LossOutput(-inputs.advantages * inputs.actor_logprobs)\n"
+    )
+    loss = f"algorithm.loss={tmp_path / 'user.py'}:breaks_while_saving"
+    code, output = run_alone(loss, "algorithm.preset=null", "run.steps=9", "checkpoint.every=1")
+    assert code == 1 and "broken in the midst of it" in output
+    assert saved_steps(tmp_path / "run") == [1]
+
+
 def test_a_gap_that_ends_the_run_changes_no_checkpoint(run_alone, tmp_path):
     code, output = run_alone("run.steps=2", "checkpoint.every=1", "run.export_hf=false")
     assert code == 0, output
