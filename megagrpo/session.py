@@ -88,7 +88,7 @@ def build_session(
 
     Args:
         engine_start: what all ranks are in while they wait for an engine that is started anew.
-        note: told what the user should know of the data, line by line.
+        note: told what the user should know of the data and of engines that fail, line by line.
         building: told what is built next, and the log of another process that is waited for.
         counts: told how far the phases of a step have come.
 
@@ -111,7 +111,7 @@ def build_session(
     actor, reference = _build_models(config, inputs, groups, device, building, counts)
     updater, builder = _build_updater(config, inputs, layout, actor, reference, device)
     generator, publisher = _build_engine(
-        config, inputs, actor, builder, rewards, engine_start, building, counts
+        config, inputs, actor, builder, rewards, engine_start, building, counts, note
     )
     return Session(
         lock=lock,
@@ -225,6 +225,7 @@ def _build_engine(
     engine_start: Callable[[], AbstractContextManager[None]],
     building: Building,
     counts: Counts,
+    note: Callable[[str], None],
 ) -> tuple[RolloutGenerator, Publisher]:
     """Return what generates, and what brings weights to it. Collective over all ranks."""
     groups, run_dir = actor.model.groups, Path(config.run.dir)
@@ -248,6 +249,7 @@ def _build_engine(
         is_embedded=engine.is_embedded,
         revive=lambda: isinstance(publisher, RecoveringPublisher) and publisher.revive(),
         counts=counts,
+        note=note,
         read_text=None if is_stripped else text_with_special_tokens(inputs.tokenizer, config.rollout.stop),
     )
     building("the plan of weights", None)

@@ -51,6 +51,7 @@ class RolloutGenerator:
         is_embedded: bool = True,
         revive: Callable[[], bool] = lambda: False,
         counts: Counts = count_nothing,
+        note: Callable[[str], None] = lambda line: None,
         read_text: Callable[[Completion], str] | None = None,
     ):
         """Take an engine that serves, and the rewards' workers.
@@ -61,11 +62,12 @@ class RolloutGenerator:
             is_embedded: the engine is part of the rank: where it fails, another rank's would too. Otherwise
                 other replicas take over.
             counts: told of this rank's completions and scores, as they come.
+            note: told, in one line, what an engine failed with and is asked for again.
             read_text: gives the text that rewards see and that is kept; None: the engine's.
         """
         self.engine, self.rewards, self.groups, self.is_embedded = engine, rewards, groups, is_embedded
         self.replicas = ReplicaStates(replica_of_rank)
-        self.revive, self.counts, self._read_text = revive, counts, read_text
+        self.revive, self.counts, self.note, self._read_text = revive, counts, note, read_text
         self._is_closing = False  # shares that run in threads end early
         self.is_given_up = False  # those that the main thread waits for do
         self._is_waited_for = False
@@ -259,6 +261,9 @@ class RolloutGenerator:
                 return completed
             everyone = [told for _, told in gathered]
             completed.add(everyone)
+            for told in everyone:
+                if told.failure is not None:
+                    self.note(f"warning: the engine of rank {told.rank} failed: {told.failure.message}")
             pause = self.replicas.take(
                 [told.failure for told in everyone], [told.rank for told in everyone if told.records]
             )

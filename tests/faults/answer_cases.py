@@ -45,6 +45,7 @@ TOLD = {
     "silence": "was answered within engine.server.request_timeout_seconds = 10",
 }
 assert TOLD.keys() == ACTIONS.keys()
+BROKEN = ("a dropped connection", "a body that is cut off")
 GROWTH_MIB = 64.0  # of a rank's largest memory, over the undisturbed run's
 WHERE = r"http://127\.0\.0\.1:\d+\S*:? .*"
 
@@ -63,9 +64,16 @@ def kept(step):
     return find_loss
 
 
-def once(number, action):
-    """The same request is asked again, and answered."""
-    return Case(f"answered once with {action}", "goes on", [wrong(action, number)], growth_mib=GROWTH_MIB)
+def once(step, action):
+    """The same request is asked again, and answered: by the client alone where the connection broke."""
+    told = rf"warning: the engine of rank \d failed: {WHERE}{TOLD[action].format(version=step - 1)}"
+    return Case(
+        f"answered once with {action}",
+        "goes on",
+        [wrong(action, step)],
+        says="" if action in BROKEN else told,
+        growth_mib=GROWTH_MIB,
+    )
 
 
 def for_ever(action, step):
@@ -115,6 +123,12 @@ def lost_in_a_publish(action, step):
 
 ONCE = [action for action in ACTIONS if action != "silence"]  # which loses the server
 AFTER = len(ONCE) + 1
+# one of each way to an end; that all are told is seen where they come once
+FOR_EVER = (
+    *("null", "a version from the future", "an id beyond the vocabulary", "an empty completion", "not JSON"),
+    *("an error of the server", "400 MB", "a dropped connection"),
+)
+LAST = AFTER + len(FOR_EVER)
 
 ANSWERS = Chain(
     "answers",
@@ -123,12 +137,12 @@ ANSWERS = Chain(
     ["parallel.tp=2", "checkpoint.every=1000", *ENGINE],
     [
         [once(number, action) for number, action in enumerate(ONCE, start=1)] + for_ever("silence", AFTER),
-        *(for_ever(action, AFTER + number) for number, action in enumerate(ONCE, start=1)),
-        in_a_publish("null", AFTER + AFTER, rf"{WHERE}the answer = None"),
-        in_a_publish("not JSON", AFTER + AFTER + 1, rf"{WHERE}the answer is not JSON", "commit"),
-        in_a_publish("a dropped connection", AFTER + AFTER + 2, rf"{WHERE}RemoteProtocolError"),
-        in_a_publish("400 MB", AFTER + AFTER + 4, rf"{WHERE}the answer is larger than \d+ bytes"),
-        [lost_in_a_publish("a dropped connection", AFTER + AFTER + 5), ends(AFTER + AFTER + 6)],
+        *(for_ever(action, AFTER + number) for number, action in enumerate(FOR_EVER, start=1)),
+        in_a_publish("null", LAST + 1, rf"{WHERE}the answer = None"),
+        in_a_publish("not JSON", LAST + 2, rf"{WHERE}the answer is not JSON", "commit"),
+        in_a_publish("a dropped connection", LAST + 3, rf"{WHERE}RemoteProtocolError"),
+        in_a_publish("400 MB", LAST + 5, rf"{WHERE}the answer is larger than \d+ bytes"),
+        [lost_in_a_publish("a dropped connection", LAST + 6), ends(LAST + 7)],
     ],
     fake_engines=1,
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import outside
 from fake_engine import FakeEngine
 from fleet import RANK_SECONDS, Ended, Fleet
 
@@ -184,7 +185,14 @@ class ChainRun:
         for engine in self.engines:
             engine.begin(faults)
         ended = self.fleet.launch(
-            self.chain.ranks, arguments, run_dir, faults, launcher, self.chain.seconds, attack
+            self.chain.ranks,
+            arguments,
+            run_dir,
+            faults,
+            launcher,
+            self.chain.seconds,
+            attack,
+            outside.OWN_FILES if self.chain.needs is None else outside.ALL_FILES,
         )
         notes = [note for engine in self.engines for note in engine.notes]
         left = [f"{engine.address} is still connected" for engine in self.engines if engine.is_connected()]

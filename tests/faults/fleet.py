@@ -84,9 +84,13 @@ class Fleet:
         launcher: str = "fleet",
         seconds: float = RANK_SECONDS,
         attack: Any = None,
+        files: str = outside.OWN_FILES,
     ) -> Ended:
         """Run `megagrpo.train` with `arguments` on `ranks` ranks that meet these faults, and wait until
         all have ended.
+
+        Args:
+            files: names in shared memory of which none may be left.
         """
         self._count += 1
         output, notes = self.folder / f"output_{self._count}.txt", self.folder / f"notes_{self._count}.jsonl"
@@ -94,7 +98,9 @@ class Fleet:
         peaks: list[int] = []
         if launcher == "fleet":
             answer = self._fork(
-                plan | {"ranks": ranks, "arguments": arguments, "output": str(output), "seconds": seconds}
+                plan
+                | {"ranks": ranks, "arguments": arguments, "output": str(output), "seconds": seconds}
+                | {"files": files}
             )
             codes, left, peaks = answer["codes"], answer["left"], answer["peak_bytes"]
         else:
@@ -120,7 +126,7 @@ class Fleet:
         path = self.folder / f"plan_{self._count}.json"
         path.write_text(json.dumps(plan))
         command = [sys.executable, *LAUNCHERS[launcher](ranks), *arguments]
-        own, files = outside.descendants(), outside.shared_files()
+        own, files = outside.descendants(), outside.shared_files(outside.OWN_FILES)
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -138,7 +144,7 @@ class Fleet:
                 process.wait(LAUNCHER_SECONDS)
             else:
                 text, _ = process.communicate(timeout=LAUNCHER_SECONDS)
-            left = outside.left_behind([*(struck | (outside.descendants() - own))], files)
+            left = outside.left_behind([*(struck | (outside.descendants() - own))], files, outside.OWN_FILES)
             if text is None:
                 text, _ = process.communicate(timeout=LAUNCHER_SECONDS)
         except subprocess.TimeoutExpired:

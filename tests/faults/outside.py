@@ -17,6 +17,9 @@ import psutil
 from megagrpo.wire.shared_files import SHARED_MEMORY, mapped_inodes
 
 LEAVE_SECONDS = 10.0  # that anything may stay after the launcher's end
+# Names of files in shared memory that are looked for: engine servers name theirs as they like, and so do
+# those of other runs on this machine.
+OWN_FILES, ALL_FILES = "megagrpo_[!l]*", "*"
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -65,11 +68,11 @@ def knock(processes: Sequence[psutil.Process]) -> None:
                 raise AssertionError(f"{process.pid} lets {address}:{port} in")
 
 
-def left_behind(processes: Sequence[psutil.Process], files_before: set[str]) -> list[str]:
+def left_behind(processes: Sequence[psutil.Process], files_before: set[str], names: str) -> list[str]:
     """Return what is left ten seconds after a launch's end, one line each."""
     deadline = time.monotonic() + LEAVE_SECONDS
     _, alive = psutil.wait_procs(processes, timeout=LEAVE_SECONDS)
-    while (files := shared_files() - files_before) and time.monotonic() < deadline:
+    while (files := shared_files(names) - files_before) and time.monotonic() < deadline:
         time.sleep(0.2)
     lines = [
         f"process {each.pid} is left: {' '.join(each.cmdline())[:200]}" for each in alive if is_alive(each)
@@ -94,18 +97,18 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def shared_files() -> set[str]:
-    """Return the files in shared memory that no live process has mapped or locked."""
+def shared_files(names: str) -> set[str]:
+    """Return the files in shared memory, of these names, that no live process has mapped or locked."""
     mapped: set[int] = set()
     for process in psutil.pids():
         with contextlib.suppress(OSError):
             mapped |= mapped_inodes(str(process))
-    names: set[str] = set()
-    for path in SHARED_MEMORY.iterdir():
+    found: set[str] = set()
+    for path in SHARED_MEMORY.glob(names):
         with contextlib.suppress(OSError):  # it has gone
             if path.is_file() and path.stat().st_ino not in mapped and not is_held(path):
-                names.add(path.name)
-    return names
+                found.add(path.name)
+    return found
 
 
 def is_held(path: Path) -> bool:

@@ -2,10 +2,10 @@
 second instead of ten.
 
 One JSON object a line on standard input: `{"ranks": n, "port": p, "arguments": [...], "faults": [...],
-"log": path, "run_dir": path, "output": path, "seconds": limit}`. One line back when all ranks have ended:
-`{"codes": of the ranks, "hung" for one that had to be killed at the limit, "peak_bytes": of their memory,
-"left": what of them is still there 10 s later}`. Nothing ends the ranks that are left after one has failed:
-that is for them to do.
+"log": path, "run_dir": path, "output": path, "seconds": limit, "files": names in shared memory}`. One line
+back when all ranks have ended: `{"codes": of the ranks, "hung" for one that had to be killed at the limit,
+"peak_bytes": of their memory, "left": what of them is still there 10 s later}`. Nothing ends the ranks that
+are left after one has failed: that is for them to do.
 """
 
 import json
@@ -37,10 +37,10 @@ def main() -> None:
     megagrpo.device.launch.set_thread_environment = lambda ranks: None  # done above: torch is loaded already
     for line in sys.stdin:
         launch = json.loads(line)
-        own, files = outside.descendants(), outside.shared_files()
+        own, files = outside.descendants(), outside.shared_files(launch["files"])
         ranks = {fork_rank(launch, rank): rank for rank in range(launch["ranks"])}
         codes, peaks = wait_for(ranks, launch["seconds"])
-        left = outside.left_behind([*(outside.descendants() - own)], files)
+        left = outside.left_behind([*(outside.descendants() - own)], files, launch["files"])
         print(json.dumps({"codes": codes, "peak_bytes": peaks, "left": left}), flush=True)
 
 

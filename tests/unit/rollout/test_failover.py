@@ -85,8 +85,13 @@ def test_an_engine_that_still_serves_is_tried_again_after_growing_pauses(ranks, 
 
     for generator in generators:
         generator.engine.before = twice
+    notes = [[] for _ in generators]
+    for generator, lines in zip(generators, notes, strict=True):
+        generator.note = lines.append
     results = ranks.run(lambda rank: generators[rank].generate(request()))
     assert tokens(results) == whole and len(failures) == 2
+    assert notes[0] == notes[1]  # one of each, or both of rank 0: as the two threads run
+    assert [line.partition(" of rank ")[2][1:] for line in notes[0]] == [" failed: timed out"] * 2
     assert all(generator.replicas.lost == {} for generator in generators)
     assert sum(pause > 0 for pause in ranks.slept) >= RANKS
 
