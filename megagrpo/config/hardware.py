@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ class Hardware:
     torch_cuda: str | None  # CUDA version that torch was built for; None: a CPU build
     nvidia_device: bool
     transformer_engine: bool
+    shared_memory_bytes: int | None = None  # free in /dev/shm; None: not known
 
     def missing_for_transformer_engine(self) -> list[str]:
         """Return what Transformer Engine layers need and this machine lacks; empty where they can run."""
@@ -37,7 +39,15 @@ def detect_hardware() -> Hardware:
         torch_cuda=_torch_cuda_version(),
         nvidia_device=any(device.exists() for device in devices),
         transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+        shared_memory_bytes=_shared_memory_bytes(),
     )
+
+
+def _shared_memory_bytes() -> int | None:
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:  # there is none
+        return None
 
 
 def _torch_cuda_version() -> str | None:

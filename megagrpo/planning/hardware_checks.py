@@ -8,6 +8,8 @@ from megagrpo.config.hardware import Hardware
 from megagrpo.config.schema import Config
 from megagrpo.parallel.alignment import FP8_ALIGNMENT
 
+SLOTS_OF_A_REPLICA = 2  # buckets of weights on their way at once
+
 
 def check_hardware(config: Config, hf_config: Mapping[str, Any], hardware: Hardware) -> Iterator[str]:
     """Yield what is wrong, one line each."""
@@ -35,6 +37,7 @@ def check_hardware(config: Config, hf_config: Mapping[str, Any], hardware: Hardw
         attention == "auto" and not missing and recipe != "fp32" and not emulates
     )
     yield from _check_recompute(config, hf_config, takes_te)
+    yield from _check_shared_memory(config, hf_config, hardware)
 
 
 def _check_emulation(config: Config) -> Iterator[str]:
@@ -68,4 +71,32 @@ def _check_recompute(config: Config, hf_config: Mapping[str, Any], takes_te: boo
         yield (
             f"update.recompute: {clash[0]}: would move the amax history of precision.recipe: fp8_delayed "
             "twice; take another recipe, or leave it out"
+        )
+
+
+def _check_shared_memory(config: Config, hf_config: Mapping[str, Any], hardware: Hardware) -> Iterator[str]:
+    """Yield one line where slots of weights would not fit in /dev/shm: a container's default is 64 MB."""
+    server, kind = getattr(config.engine, "server", None), config.weights.transport.kind
+    if server is None:
+        return
+    # auto: on GPUs it is ipc, with servers elsewhere a group
+    is_auto_here = kind == "auto" and not hardware.nvidia_device and not server.addresses
+    vocabulary, hidden = hf_config.get("vocab_size"), hf_config.get("hidden_size")
+    if not isinstance(vocabulary, int) or not isinstance(hidden, int):
+        return
+    if kind != "shared_memory" and not is_auto_here:
+        return
+    intermediate = hf_config.get("intermediate_size")
+    # a slot holds the largest that an engine takes at once: the embedding, or a fused gate and up projection
+    rows = max(vocabulary, 2 * intermediate if isinstance(intermediate, int) else 0)
+    itemsize = 4 if config.precision.recipe == "fp32" or config.precision.emulate else 2
+    slot = rows * hidden * itemsize
+    needed = SLOTS_OF_A_REPLICA * server.num_replicas * slot
+    free = hardware.shared_memory_bytes
+    if free is not None and needed > free:
+        yield (
+            f"weights.transport.kind: {kind}: {SLOTS_OF_A_REPLICA} slots of {slot / 1e9:.2f} GB for each of "
+            f"{server.num_replicas} replicas need {needed / 1e9:.2f} GB in /dev/shm, which has "
+            f"{free / 1e9:.2f} GB free; give the container more (docker run --shm-size), or take group "
+            "or disk"
         )

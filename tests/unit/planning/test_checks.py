@@ -335,6 +335,40 @@ def test_a_float8_recipe_can_be_emulated_on_any_machine_in_local_layers(
     assert [line for line in told if line.startswith("precision.")] == expected
 
 
+@pytest.mark.parametrize(
+    ("overrides", "free", "fits"),
+    [
+        ([], 9_957_277_696, True),
+        ([], 9_957_277_695, False),
+        (["weights.transport.kind=shared_memory"], 64 * 2**20, False),
+        (["weights.transport.kind=disk"], 64 * 2**20, True),
+        (["weights.transport.kind=group"], 64 * 2**20, True),
+        ([], None, True),
+    ],
+)
+def test_weights_that_do_not_fit_in_shared_memory_are_told_before_an_engine_starts(
+    run_file, overrides, free, fits
+):
+    """Qwen3-8B: the embedding is 151,936 x 4,096 in bfloat16, two slots for each of four replicas."""
+    model = MODEL | {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288}
+    told = problems_of(
+        run_file,
+        *["engine.name=vllm", "engine.server.replicas=4", "precision.recipe=bf16", *overrides],
+        world_size=8,
+        model=model,
+        hardware=Hardware(None, False, False, shared_memory_bytes=free),
+    )
+    found = [line for line in told if "/dev/shm" in line]
+    assert len(found) == (not fits)
+    assert fits or "2 slots of 1.24 GB for each of 4 replicas need 9.96 GB in /dev/shm, which has" in found[0]
+
+
+def test_auto_needs_no_shared_memory_on_gpus(run_file):
+    hardware = Hardware("13.0", True, True, shared_memory_bytes=0)
+    told = problems_of(run_file, "engine.name=vllm", "precision.recipe=bf16", hardware=hardware)
+    assert not [line for line in told if "/dev/shm" in line]
+
+
 def test_full_is_named_alone_and_none_is_an_empty_list(run_file):
     assert load_config(run_file, ["update.recompute=none"]).update.recompute == ()
     with pytest.raises(ConfigError, match="full computes whole layers again; name it alone"):
