@@ -16,7 +16,7 @@ from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.schema import Config
 from megagrpo.device.device import finish_queued_work
-from megagrpo.device.launch import describe_crowding
+from megagrpo.device.environment import describe_crowding
 from megagrpo.engines.base import asleep
 from megagrpo.errors import StopRequested, UserError
 from megagrpo.evaluation.evaluator import Evaluator

@@ -210,7 +210,7 @@ def run_rank(job):
 
 def launch(job, timeout_seconds):
     """Run a job on its ranks and return its rows."""
-    from megagrpo.device.launch import thread_environment
+    from megagrpo.device.environment import thread_environment
 
     ranks = RANKS[job["layout"]]
     with socket.socket() as listener:

@@ -129,7 +129,7 @@ def make_random_model(folder: Path, tokenizer: Path) -> Path:
 
 def run_case(options: argparse.Namespace, model: Path, tp: int, pp: int) -> list[dict[str, object]]:
     """Launch the ranks of one model and return their rows."""
-    from megagrpo.device.launch import thread_environment
+    from megagrpo.device.environment import thread_environment
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megagrpo.algorithms.advantages import ADVANTAGES, AdvantageResult, PenaltySums, compute_advantages
 from megagrpo.algorithms.aggregation import compute_token_weights
-from megagrpo.algorithms.checks import check_algorithm_config
+from megagrpo.algorithms.algorithm_checks import check_algorithm_config
 from megagrpo.algorithms.correction import CorrectionResult, compute_correction
 from megagrpo.algorithms.kl import (
     add_score_term,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megagrpo.algorithms.checks import check_logprobs
+from megagrpo.algorithms.algorithm_checks import check_logprobs
 from megagrpo.algorithms.diagnostics import measure_mismatch
 from megagrpo.algorithms.metrics import Metric, measure
 from megagrpo.config.algorithm import CorrectionConfig

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from megagrpo.config.load import apply_override
 from megagrpo.config.run_sections import ExportDtype
 from megagrpo.config.training_sections import ModelConfig
-from megagrpo.device.launch import set_thread_environment
+from megagrpo.device.environment import set_thread_environment
 from megagrpo.errors import UserError
 
 Direction = Literal["hf-to-megatron", "megatron-to-hf"]

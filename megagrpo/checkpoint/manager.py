@@ -19,8 +19,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megagrpo.checkpoint import folder as names
-from megagrpo.checkpoint.agreement import SaveError, on_first_rank
 from megagrpo.checkpoint.commit import Commit, Contents
+from megagrpo.checkpoint.first_rank import SaveError, on_first_rank
 from megagrpo.checkpoint.identity import share_out
 from megagrpo.checkpoint.manifest import Manifest, ManifestError, read_manifest, verify_files
 from megagrpo.checkpoint.plan import ShardPlanner

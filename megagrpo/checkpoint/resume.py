@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from megagrpo.checkpoint.identity import compare
 from megagrpo.checkpoint.manager import CheckpointManager
 from megagrpo.checkpoint.manifest import FORMAT_VERSION, OLDEST_RESUMABLE, Manifest
-from megagrpo.config.changes import find_changes, refused
+from megagrpo.config.resume_changes import find_changes, refused
 from megagrpo.config.schema import Config
 from megagrpo.config.yaml_core import parse_yaml
 from megagrpo.errors import UserError

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megagrpo.checkpoint.agreement import SaveError
 from megagrpo.checkpoint.commit import Contents
+from megagrpo.checkpoint.first_rank import SaveError
 from megagrpo.checkpoint.folder import Retention, step_of
 from megagrpo.checkpoint.hf_share import FOLDER, collect_share
 from megagrpo.checkpoint.identity import ReferenceWeights, describe_model, describe_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megagrpo.config.messages import describe_errors, sections_of
+from megagrpo.config.mistakes import describe_errors, sections_of
 from megagrpo.config.schema import Config
 from megagrpo.config.yaml_core import format_yaml, parse_yaml, read_yaml_file
 from megagrpo.errors import ConfigError, UserError

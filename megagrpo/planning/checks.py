@@ -7,7 +7,7 @@ from typing import Any
 
 from megagrpo.config.expert_fields import count_experts
 from megagrpo.config.hardware import Hardware, detect_hardware
-from megagrpo.config.messages import field_places
+from megagrpo.config.mistakes import field_places
 from megagrpo.config.schema import Config
 from megagrpo.errors import ConfigError
 from megagrpo.parallel.alignment import token_alignment

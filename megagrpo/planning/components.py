@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from megagrpo.algorithms.checks import check_algorithm_config
+from megagrpo.algorithms.algorithm_checks import check_algorithm_config
 from megagrpo.algorithms.losses import LOSSES
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.rollout_sections import RewardConfig

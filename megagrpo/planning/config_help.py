@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from megagrpo.config.messages import section_of, sections_of, variants_of
+from megagrpo.config.mistakes import section_of, sections_of, variants_of
 from megagrpo.config.near_names import known_elsewhere
 from megagrpo.config.presets import PRESETS
 from megagrpo.config.schema import Config

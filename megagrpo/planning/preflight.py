@@ -48,7 +48,7 @@ def prepare_run(
         raise ConfigError([f"--nnodes {num_nodes}: does not divide {num_ranks} ranks; say --nproc"])
     verify_config(config, num_ranks, ELSEWHERE if is_elsewhere else None)
     verify_data(config)
-    from megagrpo.device.launch import set_deterministic_environment, set_thread_environment
+    from megagrpo.device.environment import set_deterministic_environment, set_thread_environment
 
     if config.run.deterministic:
         set_deterministic_environment()

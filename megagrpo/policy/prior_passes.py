@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from megagrpo.algorithms.algorithm import Algorithm
-from megagrpo.algorithms.checks import check_logprobs
+from megagrpo.algorithms.algorithm_checks import check_logprobs
 from megagrpo.algorithms.metrics import Metric, merge_metrics
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata
 from megagrpo.parallel.token_shard import sum_following, sum_sequences

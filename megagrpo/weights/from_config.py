@@ -35,7 +35,7 @@ from megagrpo.weights.read.quantizing_reader import QuantizingReader
 from megagrpo.weights.read.slice_reader import SliceReader
 from megagrpo.weights.remote_publisher import RemotePublisher
 from megagrpo.weights.selection.base import Everything
-from megagrpo.weights.selection.changes import Changes
+from megagrpo.weights.selection.changed_weights import Changes
 from megagrpo.weights.transports.base import SLOTS, Transport
 from megagrpo.weights.transports.disk import DiskTransport
 from megagrpo.weights.transports.group import GroupTransport

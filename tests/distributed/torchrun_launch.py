@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from megagrpo.device.launch import thread_environment
+from megagrpo.device.environment import thread_environment
 
 WORKERS = Path(__file__).parent / "workers"
 _CASE_LINE = re.compile(r"^CASE .* \| .*$", re.MULTILINE)  # of workers/reported_cases.py

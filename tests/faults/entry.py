@@ -13,10 +13,10 @@ from megagrpo.supervision.signals import end_with_launcher
 
 def main() -> int:
     end_with_launcher()  # as megagrpo.train does, before anything slow is imported
-    from megagrpo.device import launch
+    from megagrpo.device import environment
 
-    launch.set_thread_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
-    launch.set_thread_environment = lambda ranks: None  # what is wrapped next loads torch
+    environment.set_thread_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
+    environment.set_thread_environment = lambda ranks: None  # what is wrapped next loads torch
     from megagrpo.device import device
 
     device.setup()

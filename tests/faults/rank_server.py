@@ -27,14 +27,16 @@ DEVICE = device_module.setup()
 import inject  # noqa: E402
 import outside  # noqa: E402
 
-import megagrpo.device.launch  # noqa: E402
+import megagrpo.device.environment  # noqa: E402
 import megagrpo.run  # noqa: E402
 import megagrpo.train  # noqa: E402
 
 
 def main() -> None:
     outside.adopt_orphans()
-    megagrpo.device.launch.set_thread_environment = lambda ranks: None  # done above: torch is loaded already
+    megagrpo.device.environment.set_thread_environment = lambda ranks: (
+        None
+    )  # done above: torch is loaded already
     for line in sys.stdin:
         launch = json.loads(line)
         own, files = outside.descendants(), outside.shared_files(launch["files"])

@@ -46,7 +46,7 @@ def rehearse(worker: str, ranks: int = 1, timeout_seconds: int = 240, **environm
     """Run `workers/WORKER` on `ranks` ranks and return the results of its cases."""
     from torchrun_launch import free_port
 
-    from megagrpo.device.launch import thread_environment
+    from megagrpo.device.environment import thread_environment
 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable]

@@ -39,7 +39,9 @@ def call(monkeypatch, *arguments, leaves_with=exit_codes.DONE):
     monkeypatch.setattr(
         cli.Launch, "run", lambda _, *launch, **options: launched.append(launch) or leaves_with
     )
-    monkeypatch.setattr("megagrpo.device.launch.set_thread_environment", lambda ranks: launched.append(ranks))
+    monkeypatch.setattr(
+        "megagrpo.device.environment.set_thread_environment", lambda ranks: launched.append(ranks)
+    )
     with pytest.raises(SystemExit) as left:
         cli.main()
     return left.value.code, launched

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megagrpo import cli
-from megagrpo.config.messages import field_places
+from megagrpo.config.mistakes import field_places
 from megagrpo.config.schema import Config
 from megagrpo.planning.config_help import LISTS, merged_fields
 from megagrpo.planning.metric_dictionary import find

@@ -8,7 +8,7 @@ from megagrpo.engines.base import EngineError, OnGroup
 from megagrpo.engines.completion_rules import StopRule, check_request, consecutive_runs
 from megagrpo.engines.lifecycle import EngineLifecycle
 from megagrpo.engines.server.answers import Asked, Sample, SampleError, check_samples
-from megagrpo.engines.server.completions import build_completion
+from megagrpo.engines.server.build_completion import build_completion
 from megagrpo.engines.server.engine_server import EngineServer
 from megagrpo.engines.server.http_client import NOT_SENT, Call
 from megagrpo.engines.server.protocol import ServerProtocol

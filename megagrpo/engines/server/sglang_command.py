@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megagrpo.device.launch import thread_environment
+from megagrpo.device.environment import thread_environment
 from megagrpo.engines.server.command import (
     HOST_PATH,
     PACKAGES,

@@ -19,8 +19,8 @@ from reported_cases import reported_case  # noqa: E402
 from megagrpo.checkpoint import manager as manager_module  # noqa: E402
 from megagrpo.checkpoint import plan as plan_module  # noqa: E402
 from megagrpo.checkpoint import writer as writer_module  # noqa: E402
-from megagrpo.checkpoint.agreement import SaveError  # noqa: E402
 from megagrpo.checkpoint.commit import Contents  # noqa: E402
+from megagrpo.checkpoint.first_rank import SaveError  # noqa: E402
 from megagrpo.checkpoint.folder import Retention, list_complete  # noqa: E402
 from megagrpo.checkpoint.manager import CheckpointManager  # noqa: E402
 from megagrpo.checkpoint.manifest import Manifest, read_manifest  # noqa: E402

@@ -19,7 +19,7 @@ from megagrpo.weights.plan.targets import EngineGrid
 from megagrpo.weights.publisher import PublishError
 from megagrpo.weights.remote_publisher import RemotePublisher
 from megagrpo.weights.selection.base import Everything
-from megagrpo.weights.selection.changes import Changes
+from megagrpo.weights.selection.changed_weights import Changes
 from megagrpo.wire.held_version import HeldVersion
 from megagrpo.wire.manifest import build_ack, open_tensors
 from megagrpo.wire.transfer_group import TransferGroup

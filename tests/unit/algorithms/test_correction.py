@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megagrpo.algorithms.checks import check_logprobs
+from megagrpo.algorithms.algorithm_checks import check_logprobs
 from megagrpo.algorithms.correction import compute_correction
 from megagrpo.algorithms.metrics import finalize_metrics
 from megagrpo.config.algorithm import AlgorithmConfig, CorrectionConfig

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megagrpo.config.changes import find_changes, free_places, refused
 from megagrpo.config.load import load_config
+from megagrpo.config.resume_changes import find_changes, free_places, refused
 from megagrpo.config.schema import Config
 
 QUICKSTART = "examples/quickstart/quickstart.yaml"

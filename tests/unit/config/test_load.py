@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.config.load import dump_config, load_config
-from megagrpo.config.messages import sections_of
+from megagrpo.config.mistakes import sections_of
 from megagrpo.config.rollout_sections import DataConfig
 from megagrpo.config.schema import Config
 from megagrpo.config.yaml_core import format_yaml, parse_yaml

@@ -3,7 +3,7 @@
 import pytest
 
 from megagrpo.config.load import dump_config, load_config
-from megagrpo.config.messages import field_paths, field_places
+from megagrpo.config.mistakes import field_paths, field_places
 from megagrpo.config.near_names import MOVED, PEERS
 from megagrpo.config.schema import Config
 from megagrpo.errors import ConfigError

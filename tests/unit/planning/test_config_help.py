@@ -6,7 +6,7 @@ import pytest
 
 from megagrpo import cli
 from megagrpo.algorithms.metrics import METRIC_SPECS
-from megagrpo.config.messages import field_paths
+from megagrpo.config.mistakes import field_paths
 from megagrpo.config.presets import PRESETS
 from megagrpo.config.schema import Config
 from megagrpo.errors import UserError

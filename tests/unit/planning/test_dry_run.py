@@ -171,7 +171,7 @@ def test_a_reward_that_the_run_would_stop_at_is_refused(run_file, tmp_path, body
 
 
 def test_a_run_for_gpus_that_are_elsewhere_is_judged_for_them(run_file, monkeypatch):
-    monkeypatch.setattr("megagrpo.device.launch.set_thread_environment", lambda ranks: None)
+    monkeypatch.setattr("megagrpo.device.environment.set_thread_environment", lambda ranks: None)
     overrides = ["precision.recipe=fp8_delayed", "engine.name=sglang", "engine.server.replicas=4"]
     with pytest.raises(ConfigError, match="an NVIDIA GPU"):
         prepare_run(run_file, overrides, 8)

@@ -55,7 +55,7 @@ def tell(folder, monkeypatch, capsys):
         monkeypatch.setattr(
             cli.Launch, "run", lambda _, *launch, **options: launched.append(launch) or exit_codes.DONE
         )
-        monkeypatch.setattr("megagrpo.device.launch.set_thread_environment", lambda ranks: None)
+        monkeypatch.setattr("megagrpo.device.environment.set_thread_environment", lambda ranks: None)
         with pytest.raises(SystemExit) as left:
             cli.main()
         return left.value.code, capsys.readouterr().err.splitlines(), bool(launched)

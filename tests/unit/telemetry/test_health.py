@@ -5,7 +5,7 @@ from collections import namedtuple
 
 import pytest
 
-from megagrpo.config.messages import field_places
+from megagrpo.config.mistakes import field_places
 from megagrpo.config.schema import Config, TelemetryConfig
 from megagrpo.telemetry import names
 from megagrpo.telemetry.health import RULES, Health, look_at_disk

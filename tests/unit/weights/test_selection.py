@@ -10,7 +10,7 @@ from megagrpo.weights.from_config import TRANSPORTS
 from megagrpo.weights.publisher import PublishError
 from megagrpo.weights.remote_publisher import RemotePublisher
 from megagrpo.weights.selection.base import Everything
-from megagrpo.weights.selection.changes import Changes
+from megagrpo.weights.selection.changed_weights import Changes
 from megagrpo.weights.selection.selected import NO_CHECKSUM, Region, SelectedBlocks, SelectedBucket
 from megagrpo.weights.transports.base import Transport
 from megagrpo.wire.manifest import Patch, TensorEntry

@@ -17,7 +17,7 @@ from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.completion_rules import StopRule
 from megagrpo.engines.server import sglang_protocol
-from megagrpo.engines.server.completions import build_completion
+from megagrpo.engines.server.build_completion import build_completion
 from megagrpo.engines.server.http_client import EngineClient
 from megagrpo.engines.server.sglang_answers import read_routed_experts, read_samples
 from megagrpo.engines.server.sglang_command import cores_by_rank, sglang_command

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megagrpo.device.launch import (
+from megagrpo.device.environment import (
     describe_crowding,
     set_deterministic_environment,
     set_thread_environment,
@@ -37,9 +37,7 @@ def test_setting_threads_after_torch_is_an_error():
     """The OpenMP runtime has read its settings by then: silence would mean two ranks that spin on each
     other's cores.
     """
-    code = (
-        "import torch; from megagrpo.device.launch import set_thread_environment; set_thread_environment(2)"
-    )
+    code = "import torch; from megagrpo.device import environment; environment.set_thread_environment(2)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode != 0 and "must run before torch is imported" in done.stderr
 

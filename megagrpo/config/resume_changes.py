@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megagrpo.config.messages import sections_of
+from megagrpo.config.mistakes import sections_of
 from megagrpo.config.schema import Config
 from megagrpo.config.section import FREE
 
