@@ -77,18 +77,18 @@ CONFIGS |= {
         first_k_dense_replace=3,
     ),
 }  # fmt: skip
-# those that run in every layout; the others in those of one and of two ranks
+# those that run in every layout; the others in each kind of layout once
 FIRST = ("llama", "llama_tied_llama3_rope", "llama_linear_rope", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied")
 FIRST += ("qwen3_moe", "qwen3_moe_tied_unnormalised")
+EACH_KIND = ("tp1pp1", "tp2pp1sp", "tp1pp2", "cp2", "ep2")
 
 
-def models_of(ranks: int) -> list[str]:
-    """The models that a launch on `ranks` ranks compares."""
-    return [name for name in sorted(CONFIGS) if ranks < 4 or name in FIRST]
-
-
-def has_experts(name: str) -> bool:
-    return bool(getattr(CONFIGS[name], "num_local_experts", 0))
+def runs_in(name: str, layout: str, ranks: int) -> bool:
+    """Say whether a launch on `ranks` ranks compares a model in a layout: layouts of experts need some."""
+    for_experts = "ep" in layout.replace("pp", "") + layout.replace("etp", "ep")
+    has_experts = bool(getattr(CONFIGS[name], "num_local_experts", 0))
+    is_chosen = name in FIRST or (ranks <= 2 and layout in EACH_KIND)
+    return is_chosen and (has_experts or not for_experts)
 
 
 def write_models(root: Path) -> None:

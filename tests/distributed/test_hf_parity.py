@@ -1,7 +1,7 @@
 """Megatron models against transformers, in every family and layout that 1, 2 and 4 ranks allow."""
 
 import pytest
-from family_models import has_experts, models_of
+from family_models import CONFIGS, runs_in
 from torchrun_launch import check_case
 
 LAYOUTS = {
@@ -12,17 +12,18 @@ LAYOUTS = {
 
 
 def cases_of(ranks: int) -> list[str]:
-    """Every layout with every model, but layouts of experts with models that have none."""
     return [
         f"{layout}:{name}"
         for layout in LAYOUTS[ranks].split()
-        for name in models_of(ranks)
-        if "ep" not in layout.replace("pp", "") + layout.replace("etp", "ep") or has_experts(name)
+        for name in CONFIGS
+        if runs_in(name, layout, ranks)
     ]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in LAYOUTS for case in cases_of(ranks)])
 def test_megatron_equals_transformers_and_exports_what_it_imported(family_folders, ranks, case):
-    arguments = (family_folders, ",".join(models_of(ranks)), *LAYOUTS[ranks].split())
-    check_case(case, cases_of(ranks), ranks, "hf_parity_worker.py", *arguments, timeout_seconds=280)
+    layouts = LAYOUTS[ranks].split()
+    check_case(
+        case, cases_of(ranks), ranks, "hf_parity_worker.py", family_folders, *layouts, timeout_seconds=280
+    )

@@ -1,8 +1,8 @@
 """Worker: every family's Megatron model equals transformers' on the log-probs of packed trees, and exports
 what it imported.
 
-Arguments: folder with one HF model per sub-folder, the models' names, then layouts such as tp2pp2sp. Runs all
-models in all layouts in one launch.
+Arguments: folder with one HF model per sub-folder, then layouts such as tp2pp2sp. Runs the models that
+`family_models` has for each of them, all in one launch.
 """
 
 import functools
@@ -14,9 +14,11 @@ from pathlib import Path
 from megagrpo.device import device as device_module
 
 DEVICE = device_module.setup()
+sys.path.append(str(Path(__file__).parents[1]))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from family_models import runs_in  # noqa: E402
 from reported_cases import reported_case  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -70,10 +72,6 @@ def dense_logprobs(folder: Path, vocab_size: int) -> dict[tuple[int, int], torch
     return result
 
 
-def has_experts(folder: Path) -> bool:
-    return read_hf_config(folder).num_experts is not None
-
-
 def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGroups) -> None:
     hf = read_hf_config(folder)
     # experts are dispatched from tokens split over tp
@@ -120,12 +118,12 @@ def check(folder: Path, layout: str, sizes: dict[str, int], groups: ParallelGrou
 
 
 def main() -> None:
-    models, names, *layouts = sys.argv[1:]
+    models, *layouts = sys.argv[1:]
     for layout in layouts:
         sizes = {name: int(size) for name, size in re.findall(r"(etp|ep|tp|cp|pp)(\d+)", layout)}
         groups = build_groups(ParallelLayout(int(os.environ["WORLD_SIZE"]), **sizes), timeout_seconds=120)
-        for folder in (Path(models) / name for name in names.split(",")):
-            if has_experts(folder) or not {"ep", "etp"} & sizes.keys():
+        for folder in sorted(Path(models).iterdir()):
+            if runs_in(folder.name, layout, groups.world_size):
                 with reported_case(f"{layout}:{folder.name}"):
                     check(folder, layout, sizes, groups)
         destroy_groups()
