@@ -51,6 +51,7 @@ setup(
     extras_require={
         "test": TEST,
         "browser": ["playwright>=1.45"],  # tests of the report's page, with Debian's chromium
+        "wandb": ["wandb>=0.17"],  # telemetry.writers: [jsonl, wandb]
         "vllm": ["vllm>=0.32"],
         "sglang": ["sglang>=0.5.21"],
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],  # as megatron-core 0.16.1 asks

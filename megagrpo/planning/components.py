@@ -2,6 +2,7 @@
 nothing.
 """
 
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -50,6 +51,8 @@ def verify_components(config: Config, is_elsewhere: bool = False) -> None:
         problems.append(str(error) if str(error).startswith("engine.") else f"engine.name: {error}")
     for name in config.telemetry.writers:
         problems += _check_found("telemetry.writers", WRITERS, name)
+    if "wandb" in config.telemetry.writers and importlib.util.find_spec("wandb") is None:
+        problems.append("telemetry.writers: wandb: the package is missing: pip install 'megagrpo[wandb]'")
     for position, held_out in enumerate(config.evaluation.sets):
         for name in held_out.metrics:
             problems += _check_found(f"evaluation.sets.{position}.metrics", EVALUATION_METRICS, name)

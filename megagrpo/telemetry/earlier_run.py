@@ -12,6 +12,8 @@ RECORDS = (
     "log.txt",
     "roll_backs.jsonl",
     "warnings.jsonl",
+    "wandb",
+    "wandb_id",
     "completions",
     "tensorboard",
     "hf",

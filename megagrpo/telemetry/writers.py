@@ -113,6 +113,14 @@ class TensorboardWriter:
         self._events.write(event.SerializeToString())
 
 
+@WRITERS.register("wandb")
+def open_wandb(run_dir: Path, last_step: int | None = None) -> Writer:
+    """Weights & Biases, with the names of `metrics.jsonl`."""
+    from megagrpo.telemetry.wandb_writer import WandbWriter  # imported only where it is wanted
+
+    return WandbWriter(run_dir, last_step)
+
+
 def _next_time(folder: Path) -> int:
     """Return the time in nanoseconds, later than that of every file of events in the folder.
 

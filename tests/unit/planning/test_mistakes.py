@@ -202,12 +202,11 @@ MISTAKES = {
         ["--parallel.sp", "rollout.temperature=1"],
         "--parallel.sp: write parallel.sp=true, without dashes",
     ),
-    "a writer that is misspelt": (
+    "a writer that is unknown": (
         NOTHING,
-        ["telemetry.writers=[jsonl, wandb]"],
-        "telemetry.writers: no metrics writer is called 'wandb'; there are jsonl, tensorboard, and your "
-        "own as "
-        "FILE.py:NAME",
+        ["telemetry.writers=[jsonl, mlflow]"],
+        "telemetry.writers: no metrics writer is called 'mlflow'; there are jsonl, tensorboard, wandb, and "
+        "your own as FILE.py:NAME",
     ),
     "a metric that is misspelt": (
         rows("held.jsonl", '{"question": "a", "answer": "b"}\n'),

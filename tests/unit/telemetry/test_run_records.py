@@ -122,7 +122,7 @@ def test_rows_are_on_disk_as_soon_as_they_are_written_and_are_strict_json(tmp_pa
 def test_an_unknown_writer_names_the_known_ones(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"no metrics writer is called 'jsnl'; did you mean jsonl\?; there are jsonl, tensorboard",
+        match=r"is called 'jsnl'; did you mean jsonl\?; there are jsonl, tensorboard, wandb",
     ):
         open_writers(["jsnl"], tmp_path, None)
 
