@@ -1,10 +1,12 @@
 """Context parallel ranks share the tokens out without loss, and both orders of positions agree."""
 
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.parallel.token_shard import TokenShard
+from megagrpo.parallel.token_shard import TokenShard, sum_following
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=4))
@@ -31,6 +33,29 @@ def test_chunks_are_dealt_as_megatron_deals_them():
 def test_causal_attention_costs_the_same_on_every_rank(cp, size):
     costs = [int((TokenShard((2 * cp * size,), cp, rank).packed_positions() + 1).sum()) for rank in range(cp)]
     assert len(set(costs)) == 1
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_chunks_order_the_tokens_of_a_stretch_over_all_ranks(cp, sizes):
+    stretches = tuple(2 * cp * size for size in sizes)
+    starts = [sum(stretches[:k]) for k in range(len(stretches))]
+    for rank in range(cp):
+        shard = TokenShard(stretches, cp, rank)
+        for position, chunk in zip(shard.packed_positions().tolist(), shard.chunks().tolist(), strict=True):
+            stretch = max(k for k, start in enumerate(starts) if start <= position)
+            expected = (position - starts[stretch]) // sizes[stretch] if cp > 1 else 0
+            assert chunk == expected
+
+
+@given(st.lists(st.lists(st.integers(-8, 8), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_a_row_sums_up_itself_and_all_later_rows_of_its_sequence(sequences):
+    """Over several ranks: tests/distributed/test_token_advantages.py."""
+    values = torch.tensor([value / 8 for sequence in sequences for value in sequence])
+    ids = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(list(map(len, sequences))))
+    group = SimpleNamespace(size=lambda: 1)
+    sums = sum_following(values, ids, torch.zeros_like(ids), len(sequences), group)
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == [sum(sequence[k:]) / 8 for sequence in sequences for k in range(len(sequence))]
 
 
 def test_one_rank_holds_everything_whatever_divides():
