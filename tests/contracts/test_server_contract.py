@@ -109,28 +109,41 @@ def test_a_follower_generates_what_its_owner_published(build_engine, prompts, mo
         assert tokens(groups) == tokens(owner.generate(prompts, params(), range(2)))
 
 
-def wait_until_decoded(engine, prompts):
-    """Wait until the requests of another thread have tokens: servers take requests in the order in which they
-    come, so those have begun when a later, short one has ended.
+@pytest.fixture
+def requests_on_their_way(prompts, model):
+    """A function (engine) -> (thread, list that gets its completions): a generate() that is in the middle of
+    many completions under version 1 of `model`.
     """
-    time.sleep(0.1)
-    engine.generate(prompts[:1], params(max_new_tokens=2), [99])
+
+    def ask(engine, result, max_new_tokens, indices):
+        sampling = params(max_new_tokens=max_new_tokens)
+        thread = threading.Thread(target=lambda: result.append(engine.generate(prompts, sampling, indices)))
+        thread.start()
+        return thread
+
+    def start(engine):
+        publish(engine, model, version=1)
+        result = []
+        short = ask(engine, [], 10, range(200, 232))
+        time.sleep(0.05)
+        thread = ask(engine, result, 100, range(96))
+        # servers take requests in the order in which they come, and decode those that they have taken side by
+        # side: what is 10 tokens long ends before what is 100 tokens long and came later
+        short.join()
+        return thread, result
+
+    return start
 
 
 @servers
 def test_a_request_on_its_way_goes_on_under_the_new_weights_and_says_from_which_token_on(
-    build_engine, prompts, model, other_model
+    build_engine, prompts, model, other_model, requests_on_their_way
 ):
     """Each token's log-prob is that of the version it carries, given all tokens before it: nothing of the
     old keys and values is left.
     """
     engine = build_engine()
-    publish(engine, model, version=1)
-    result = []
-    sampling = params(max_new_tokens=100)
-    thread = threading.Thread(target=lambda: result.append(engine.generate(prompts, sampling, range(96))))
-    thread.start()
-    wait_until_decoded(engine, prompts)
+    thread, result = requests_on_their_way(engine)
     publish(engine, other_model, version=2)
     thread.join()
     expected = {1: model, 2: other_model}
@@ -152,25 +165,6 @@ def complete(engine, model, version):
     engine.begin_update(version)
     load(engine, weights(model))
     engine.complete_update(version)
-
-
-@pytest.fixture
-def requests_on_their_way(prompts, model):
-    """A function (engine) -> (thread, list that gets its completions): a generate() that has begun under
-    version 1 of `model`.
-    """
-
-    def start(engine):
-        publish(engine, model, version=1)
-        result = []
-        thread = threading.Thread(
-            target=lambda: result.append(engine.generate(prompts, params(max_new_tokens=100), range(96)))
-        )
-        thread.start()
-        wait_until_decoded(engine, prompts)
-        return thread, result
-
-    return start
 
 
 @servers

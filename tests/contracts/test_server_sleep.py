@@ -71,10 +71,11 @@ def test_a_server_gives_signs_of_life_while_it_generates(build_engine, prompts, 
 
 
 @pytest.mark.parametrize("build_engine", SERVER_NAMES, indirect=True)
-def test_a_gpu_server_is_started_with_options_that_it_knows(build_engine):
+def test_a_gpu_server_is_started_with_options_that_it_knows(build_engine, monkeypatch):
     """Sleep must be allowed at the start. The installed server's own parser reads the command that a GPU
     server would get.
     """
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
     engine = build_engine()
     model = replace(engine.protocol.model, device=torch.device("cuda"))
     name = model.config.name

@@ -103,7 +103,7 @@ def _servers():
         if found := [
             child
             for child in psutil.Process().children()
-            if any("_server.py" in word for word in child.cmdline())
+            if any(word.startswith("megagrpo.host.") for word in child.cmdline())
         ]:
             return found
         time.sleep(0.05)
