@@ -24,7 +24,7 @@ OLDEST_RESUMABLE = 4
 """What is older lacks what a run needs to go on as it would have."""
 _BLOCK_BYTES = 4 * 2**20
 
-# of a file: as a whole, or in parts that follow one another
+# A file as a whole, or in parts that follow one another.
 FileContents = bytes | Sequence[bytes | memoryview]
 
 

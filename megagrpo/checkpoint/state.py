@@ -77,7 +77,7 @@ class TrainerState:
     row: dict[str, float] = field(default_factory=dict)
     # metrics of this step, where its evaluation and its row are still to come
     unrecorded: dict[str, float] | None = None
-    # of the named parts at the end of this step; in a checkpoint alone
+    # states of the named parts at the end of this step; set in a checkpoint alone
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> str:

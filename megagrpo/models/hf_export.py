@@ -19,7 +19,7 @@ from megagrpo.models.carried_tensors import carried_tensors
 from megagrpo.models.hf_config import load_config_json
 from megagrpo.models.safetensors_file import safetensors_index, safetensors_names, safetensors_parts
 
-# of a router: to round it would swap experts
+# A router's bias: to round it would swap experts.
 KEPT_IN_FLOAT32 = r".*\.e_score_correction_bias"
 MAX_SHARD_BYTES = 5 * 2**30  # size of one safetensors file of an export, as on the Hugging Face hub
 TOKENIZER_PATTERNS = (

@@ -81,7 +81,7 @@ class RolloutRequest:
     sampling: SamplingParams
     completions_per_prompt: int
     first_index: int = 0  # first completion index of a prompt that has been sampled in this step already
-    # of these prompts' data set; what comes is added
+    # of the data set that the prompts are from; gathered rollouts are added to it
     lengths: LengthEstimates = field(default_factory=LengthEstimates)
 
 

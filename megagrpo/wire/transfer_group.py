@@ -237,7 +237,7 @@ def _piece_bytes(entry: TensorEntry, place: list[list[int]]) -> int:
 def _lay_out(entry: TensorEntry, place: list[list[int]], piece: torch.Tensor, memory: torch.Tensor) -> None:
     """Copy a piece, uint8 [bytes], to its place in its tensor's memory."""
     flat = memory[entry.offset : entry.offset + entry.nbytes].view(entry.torch_dtype)
-    # of changes, a stretch of the blocks that are sent
+    # where only changes are sent, the place is a stretch of their blocks
     tensor = flat.view(entry.shape) if entry.patches is None else flat
     if len(place) != tensor.dim() or any(
         not 0 <= start <= stop <= size for (start, stop), size in zip(place, tensor.shape, strict=True)

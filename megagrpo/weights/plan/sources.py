@@ -32,7 +32,7 @@ class SourceTensor:
     split: int | None
     split_size: int = 0  # length of that dimension, vocabulary padding included
     is_expert: bool = False
-    # of the tensor on its way, a torch dtype without its prefix; None: that of the publish
+    # in which the tensor travels: a torch dtype without its prefix; None: that of the publish
     dtype: str | None = None
     engine: str = ""  # the engine's parameter that the unit is fused into; empty: `name`
     place: int = 0  # among the unit's tensors, as they lie in it
