@@ -107,20 +107,3 @@ class PositionedRotaryEmbedding(torch.nn.Module):
         """Return the angles [T, 1, 1, rotary_dim], float32, both halves alike."""
         angles = torch.outer(positions.to(self.inverse_frequencies), self.inverse_frequencies)
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
-
-
-class LatentRotaryEmbedding(PositionedRotaryEmbedding):
-    """Takes the place of `rotary_pos_emb` of an attention with latent keys and values, in packed trees alone.
-
-    Megatron's module squeezes the batch dimension of packed tokens, and asks for the scale of YaRN beside the
-    angles.
-    """
-
-    def __init__(self, hf: HFConfig, device: torch.device):
-        super().__init__(hf, device)
-        self.scale = rotary_scale(hf) if hf.rope_type == "yarn" else None
-
-    def forward(self, positions: torch.Tensor, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """Return the angles [T, 1, rotary_dim]; under `yarn` (angles, factor of their cosines and sines)."""
-        angles = super().forward(positions)[:, 0]
-        return angles if self.scale is None else (angles, self.scale)

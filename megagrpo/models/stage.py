@@ -8,13 +8,13 @@ import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megagrpo.device.device import megatron_region
 from megagrpo.models import families
 from megagrpo.models.extra_states import drop_absent_extra_states, drop_empty_extra_states, load_state
 from megagrpo.models.family import FAMILIES, HFConfig
-from megagrpo.models.rope import LatentRotaryEmbedding, PositionedRotaryEmbedding
+from megagrpo.models.latent_attention import adapt_latent_attention
+from megagrpo.models.rope import PositionedRotaryEmbedding
 from megagrpo.models.rules import Dimensions, ParameterRule, RuleTable
 from megagrpo.models.spec import build_block_spec, canonical_name
 from megagrpo.models.transformer_config import padded_vocab_size
@@ -149,7 +149,8 @@ def build_stage_model(
             ).to(device)
         if use_te:
             fuse_weight_gradients(chunk.decoder)
-        place_rotary_embeddings(chunk, hf, device)
+        if not adapt_latent_attention(chunk, hf, device):
+            chunk.rotary_pos_emb = PositionedRotaryEmbedding(hf, device)
         chunks.append(chunk)
     if groups.is_last_stage:
         return_hidden_states(chunks[-1])
@@ -158,15 +159,6 @@ def build_stage_model(
     )
     mark_split_parameters(model)
     return model
-
-
-def place_rotary_embeddings(chunk: GPTModel, hf: HFConfig, device: torch.device) -> None:
-    """Put our rotary embedding in the place of Megatron's: the model's, or that of each latent attention."""
-    latent = [module for module in chunk.modules() if isinstance(module, MultiLatentAttention)]
-    for module in latent:
-        module.rotary_pos_emb = LatentRotaryEmbedding(hf, device)
-    if not latent:
-        chunk.rotary_pos_emb = PositionedRotaryEmbedding(hf, device)
 
 
 def mark_split_parameters(model: StageModel) -> None:

@@ -65,6 +65,34 @@ def moe_references(moe_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def latent_reference(tmp_path_factory):
+    """A tiny DeepSeek-V3 whose router is wide enough that rounding never swaps two experts, and the
+    reference's result on it.
+    """
+    import dense_grpo
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("latent")
+    torch.manual_seed(3)
+    config = DeepseekV3Config(
+        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=28, qk_nope_head_dim=12, qk_rope_head_dim=8,
+        v_head_dim=12, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+        moe_intermediate_size=32, first_k_dense_replace=1, max_position_embeddings=128,
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if name.endswith("gate.weight") else 0.05))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
+    model.save_pretrained(folder / "model")
+    torch.save(dense_grpo.train_dense(folder / "model"), folder / "reference.pt")
+    return folder / "model", folder / "reference.pt"
+
+
+@pytest.fixture(scope="session")
 def family_folders(tmp_path_factory):
     """One tiny random model a family and variant."""
     import family_models

@@ -61,7 +61,7 @@ def load(folder: Path) -> torch.nn.Module:
     float64.
     """
     config = AutoConfig.from_pretrained(folder)
-    options = {"experts_implementation": "eager"} if getattr(config, "num_experts", 0) else {}
+    options = {"experts_implementation": "eager"} if getattr(config, "num_local_experts", 0) else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options)
 
 
