@@ -37,7 +37,7 @@ TOLD = {
     "not JSON": "the answer is not JSON: expected value",
     "not UTF-8": "the answer is not JSON: invalid unicode",
     "nested too deep": "the answer is not JSON: recursion limit exceeded",
-    "an error of the server": "answered 500: Traceback: out of memory",
+    "an error of the server": "answered 500: Internal Server Error: out of memory",
     "400 MB": r"the answer is larger than \d+ bytes, which what was asked for can't fill",
     "400 MB in a packed body": "the answer is ",
     "a dropped connection": "RemoteProtocolError",

@@ -100,7 +100,7 @@ ACTIONS = {
     "not JSON": _body(b"<html>Bad gateway</html>"),
     "not UTF-8": _body(b'{"choices": "\xff\xfe"}'),
     "nested too deep": _body(b"[" * 100_000),
-    "an error of the server": _body(b"Traceback: out of memory", 500),
+    "an error of the server": _body(b"Internal Server Error: out of memory", 500),
     "400 MB": _large,
     "400 MB in a packed body": _body(gzip.compress(bytes(LARGE_BYTES)), Content_Encoding="gzip"),
     "a dropped connection": _drop,
