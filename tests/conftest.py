@@ -3,6 +3,11 @@
 import string
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is slow, not wrong: no example has a time limit of its own.
+settings.register_profile("without_deadlines", deadline=None)
+settings.load_profile("without_deadlines")
 
 CHARACTERS = string.digits + string.ascii_lowercase + " +-=>,.:?\n"
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>"]
