@@ -16,8 +16,8 @@ from megagrpo.parallel.plain_data import exchangeable
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.types import Prompt
 
-# How much a prompt's newest mean length counts in its running estimate: the policy changes, so a length that is
-# an epoch old is a hint.
+# How much a prompt's newest mean length counts in its running estimate: the policy changes, so a length that
+# is an epoch old is a hint.
 NEWEST_WEIGHT = 0.5
 MAX_PROMPTS = 1 << 16  # those that were seen last; more would make checkpoints grow with the data set
 MAX_FAILURES = 3
