@@ -26,10 +26,11 @@ def is_carried(name: str, raw: dict[str, Any]) -> bool:
 
 def carried_tensors(source: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of an HF folder's carried tensors, or of those beside a Megatron checkpoint."""
-    folder, raw = Path(source), load_config_json(source)
+    folder = Path(source)
     single = folder / CARRIED_FILE
     if not single.is_file() and not any(folder.glob("model*.safetensors*")):
-        return
+        return  # also a folder that is gone: what it was needed for is told by who copies its config
+    raw = load_config_json(source)
     files = SafetensorsFolder(folder, single if single.is_file() else None)
     for name in sorted(files.names()):
         if is_carried(name, raw):

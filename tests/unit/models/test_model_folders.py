@@ -181,3 +181,10 @@ def test_our_files_are_read_by_the_library_as_its_own(tmp_path):
     ours, theirs = (load_file(tmp_path / f"{name}.safetensors") for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_source_that_is_gone_is_told_by_name_and_its_weights_are_kept(tmp_path):
+    with pytest.raises(FileNotFoundError) as told:
+        write_hf_folder([("a", torch.ones(3))], tmp_path / "gone", tmp_path / "target")
+    assert told.value.filename == str(tmp_path / "gone" / "config.json")
+    assert (tmp_path / "target.partial" / "model.safetensors").is_file()
