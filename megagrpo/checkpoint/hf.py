@@ -106,7 +106,7 @@ def _load(source: ModelConfig, folder: Path, tp: int, pp: int, dtype: ExportDtyp
     recipe = "bf16" if name in _BF16 else "fp32"
     layout = ParallelLayout(int(os.environ.get("WORLD_SIZE", "1")), tp=tp, pp=pp)
     groups = build_groups(layout, timeout_seconds=600)
-    check_own_files(source)
+    check_own_files(source.path)
     config = build_transformer_config(hf, groups, build_precision(recipe), sp=False)
     return load_stage_model(str(folder), hf, config, groups, device, use_te=False)
 
