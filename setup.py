@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megagrpo/__init__.py").read_text()).group(1)
 
 LINT = ["ruff>=0.6", "mypy>=1.11"]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-cov>=5", "hypothesis>=6.100", *LINT]
+TEST = ["wandb>=0.17", "pytest>=8", "pytest-timeout>=2.3", "pytest-cov>=5", "hypothesis>=6.100", *LINT]
 
 setup(
     name="megagrpo",
