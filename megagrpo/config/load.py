@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from megagrpo.config.mistakes import describe_errors, sections_of
 from megagrpo.config.schema import Config
+from megagrpo.config.secrets import find_secrets
 from megagrpo.config.yaml_core import format_yaml, parse_yaml, read_yaml_file
 from megagrpo.errors import ConfigError, UserError
 
@@ -44,6 +45,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
             problems.extend(error.problems)
     _drop_empty_sections(raw, Config)
     raw = _fill_from_preset(raw, problems)
+    problems.extend(find_secrets(raw))
     try:
         # JSON input makes pydantic strict about types ("8" is no number, true no integer) while it still
         # takes lists for tuples.
