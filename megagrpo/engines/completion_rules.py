@@ -9,9 +9,11 @@ import numpy as np
 
 from megagrpo.engines.base import EngineError
 from megagrpo.errors import UserError
-from megagrpo.types import Prompt, SamplingParams
+from megagrpo.types import Completion, Prompt, SamplingParams
 from megagrpo.wire.counter_sampling import row_keys
 
+# log-probs are logarithms of probabilities that were summed in float32: above 0 by rounding, never by this
+LARGEST_LOGPROB = 1e-4
 _SEED_BITS = 62  # servers take signed 64-bit seeds; the sum with a completion index must stay one
 # decoded before the stop string could start: a tail's first tokens may lose a space or half a character
 _CONTEXT_TOKENS = 4
@@ -48,6 +50,17 @@ def check_request(
             raise UserError(
                 f"prompt {prompt.id}: token ids must lie in 0 to {vocab_size - 1}, the model's vocabulary"
             )
+
+
+def check_logprobs(completions: Sequence[Completion]) -> None:
+    """Raise EngineError that names the first completion with a log-prob that is none."""
+    for completion in completions:
+        logprobs = completion.logprobs
+        bad = ~(np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB))
+        if bad.any():
+            token = int(bad.argmax())
+            name = f"prompt {completion.prompt_id}: completion {completion.index}"
+            raise EngineError(f"{name}: the log-prob of token {token} is {logprobs[token]}")
 
 
 def prompt_seed(sampling: SamplingParams, prompt: Prompt) -> int:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from megagrpo.engines.base import Engine, EngineError
+from megagrpo.engines.completion_rules import check_logprobs
 from megagrpo.errors import RelayedError, SharedUserError, StopRequested
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata, wait_for_all_ranks
@@ -177,6 +178,8 @@ class RolloutGenerator:
             ) -> None:
                 if is_given_up():
                     return
+                if self.is_embedded:  # what servers answer is checked where it is read
+                    check_logprobs(group)
                 if self._read_text is not None:
                     group = [replace(each, text=self._read_text(each)) for each in group]
                 completions.update(

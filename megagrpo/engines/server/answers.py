@@ -14,11 +14,10 @@ from typing_extensions import TypedDict  # pydantic reads typing's from Python 3
 
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.bucket_engine import Ack
+from megagrpo.engines.completion_rules import LARGEST_LOGPROB
 from megagrpo.types import FinishReason
 
 Answer = TypeVar("Answer")
-# Log-probs are logarithms of probabilities that were summed in float32: above 0 by rounding, never by this.
-_LARGEST_LOGPROB = 1e-4
 _FINISH_REASONS = get_args(FinishReason)
 _SHOWN_CHARACTERS = 80  # how much of a wrong value an error shows
 
@@ -142,7 +141,7 @@ def _find_problem(sample: Sample, asked: Asked) -> str | None:
         if not 0 <= token_id < asked.vocab_size:
             return f"token {place} has id {token_id}, the vocabulary is 0 to {asked.vocab_size - 1}"
     for place, logprob in enumerate(logprobs):
-        if not isfinite(logprob) or logprob > _LARGEST_LOGPROB:
+        if not isfinite(logprob) or logprob > LARGEST_LOGPROB:
             return f"the log-prob of token {place} is {logprob}"
     return None
 

@@ -6,6 +6,8 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
+
 from megagrpo.engines.base import EngineError, EngineHealth
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.in_flight import RolloutRequest
@@ -55,6 +57,26 @@ def test_a_straggler_does_not_block_scoring(one_rank, engine):
     )
     assert sorted(rollouts.records) == [(group, place) for group in range(4) for place in range(2)]
     assert [record.reward.value for record in rollouts.records.values()] == [0.0, 1.0] * 4
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), 0.5])
+def test_a_bad_log_prob_is_told_by_prompt_and_completion(one_rank, engine, logprob):
+    """Not by its place in a micro-batch, which the update would find."""
+    sample = engine.generate
+
+    def generate(prompts, sampling, completion_indices, on_group):
+        def spoil(position, group):
+            if prompts[position].id == 1:
+                group[1].logprobs[1] = logprob
+            on_group(position, group)
+
+        return sample(prompts, sampling, completion_indices, spoil)
+
+    engine.generate = generate
+    prompts = [Prompt(number, str(number), (1, 2)) for number in range(2)]
+    generator = RolloutGenerator(engine, Workers(), OneRank(), [0])
+    with pytest.raises(Exception, match=f"prompt 1: completion 1: the log-prob of token 1 is {logprob}"):
+        generator.generate(RolloutRequest(prompts, SamplingParams(8), 2))
 
 
 def test_the_text_that_rewards_have_seen_is_the_one_that_is_kept(one_rank, engine):
