@@ -268,6 +268,44 @@ def test_every_package_has_a_readme_with_a_file_table():
     assert not without
 
 
+def test_every_name_that_is_imported_from_the_package_is_there():
+    """Workers of tests, tools and examples are processes of their own, whose imports pytest does not see."""
+    wrong = []
+    for folder in ("megagrpo", "tests", "tools", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(tree_of(path)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "megagrpo":
+                    known = top_level_names(node.module)
+                    wrong += [
+                        f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {alias.name}"
+                        for alias in node.names
+                        if alias.name not in known
+                    ]
+    assert wrong == []
+
+
+@cache
+def top_level_names(module: str) -> set[str]:
+    """Names that a module of ours defines, imports or contains as modules; none where it is not there."""
+    inner = ROOT / module.replace(".", "/")
+    path = inner / "__init__.py" if inner.is_dir() else inner.with_suffix(".py")
+    if not path.is_file():
+        return set()
+    names = {each.stem for each in inner.glob("*")} if inner.is_dir() else set()
+    waiting: list[ast.AST] = list(tree_of(path).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        waiting += ast.iter_child_nodes(node)
+    return names
+
+
 def test_links_between_the_projects_pages_lead_somewhere():
     folders = ("megagrpo", "docs", "examples", "tests", "docker", "configs")
     pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))]

@@ -15,7 +15,7 @@ import torch.distributed as dist  # noqa: E402
 
 from megagrpo.config.load import load_config  # noqa: E402
 from megagrpo.parallel.groups import destroy_groups  # noqa: E402
-from megagrpo.run import build_checkpoints, build_gate, run_training  # noqa: E402
+from megagrpo.run import build_checkpoints, build_update, run_training  # noqa: E402
 from megagrpo.session import build_session  # noqa: E402
 from megagrpo.telemetry.recorder import NullRecorder  # noqa: E402
 
@@ -35,7 +35,8 @@ def save_again(config) -> None:
     session = build_session(config, DEVICE)
     try:
         notes = Notes()
-        checkpoints = build_checkpoints(config, session, build_gate(config, notes), notes)
+        gate = build_update(config, session.updater, lambda: None, notes).gate
+        checkpoints = build_checkpoints(config, session, gate, notes)
         state = checkpoints.resume()
         path = Path(config.run.dir) / "checkpoints" / f"step_{state.step:06d}"
         dist.barrier()
