@@ -30,15 +30,16 @@ RUN = [
     "algorithm.kl.coef=0.1",
     "algorithm.kl.adaptive_target=1.0e-6",
 ]
-# Point -> the checkpoint that is left to go on from.
+# Point -> the checkpoints that may be left to go on from.
 POINTS = {
-    "generation": 2,
-    "refill": 2,
-    "scoring": 2,
-    "update": 2,
-    "publish": 2,
-    "write_shards": 2,
-    "publish_checkpoint": 4,
+    "generation": (2,),
+    "refill": (2,),
+    "scoring": (2,),
+    "update": (2,),
+    "publish": (2,),
+    "write_shards": (2,),
+    "shards_written": (2, 4),  # 4 where the other rank had the time to end the save
+    "publish_checkpoint": (4,),
 }
 
 
@@ -76,8 +77,8 @@ def killed(whole, run_all, tmp_path_factory):
 def test_the_last_finished_checkpoint_is_left(killed, point):
     _, left = killed
     complete = [name for name in left[point] if name.startswith("step_") and "." not in name]
-    assert complete[-1] == f"step_{POINTS[point]:06d}"
-    assert f"resumed after step {POINTS[point]}" in (killed[0] / point / "log.txt").read_text()
+    assert complete[-1] in [f"step_{step:06d}" for step in POINTS[point]]
+    assert f"resumed after step {int(complete[-1][5:])}" in (killed[0] / point / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("point", POINTS)

@@ -71,8 +71,10 @@ POINTS = {
     # the first of two updates of the step is applied
     "update": lambda: around(Actor, "apply_gradients", before=False),
     "publish": lambda: around(TransformersEngine, "load", before=False),
-    # written, and not committed
-    "write_shards": lambda: around(ShardWriter, "write", writes_step, before=False),
+    # its part is not on disk, and never will be
+    "write_shards": lambda: around(ShardWriter, "write", writes_step),
+    # its part is on disk: the others bring the save to its end
+    "shards_written": lambda: around(ShardWriter, "write", writes_step, before=False),
     # renamed, and `latest` not yet moved
     "publish_checkpoint": lambda: around(checkpoint_folder, "point_latest", has_step),
 }
