@@ -34,7 +34,8 @@ class ServerConfig(Section):
         540.0, description="a server that does not serve by then is an error"
     )
     request_timeout_seconds: PositiveFloat = Field(
-        300.0, description="longest silence of a server that has requests"
+        300.0,
+        description="longest silence of a server that has requests; 12 times it while it gives signs of life",
     )
     max_restarts: NonNegativeInt = Field(
         3,

@@ -36,6 +36,9 @@ _SETTLE_SECONDS = 1.0  # a connection breaks a moment before the process can be 
 _ENDING_SECONDS = 10.0
 _SERVER_ERROR = 500
 _SIGNS_IN_A_TIMEOUT = 8  # signs of life that are asked for in the longest silence that is allowed
+# time-outs without an answer that signs of life excuse: an hour at the default. A server that somebody else
+# has paused, or that has lost a request, gives signs for ever
+_EXCUSED_TIMEOUTS = 12
 _ATTEMPTS = 3  # for a call whose connection breaks while the server lives
 _SHOWN_CHARACTERS = 1000  # how much of a refusal an error shows
 
@@ -93,7 +96,8 @@ class EngineClient:
         """Send many requests at once and wait for all answers.
 
         The time-out counts from the last answer to any of them, or the last sign of life, so neither a long
-        queue nor a long completion is silence; the server's end is noticed at once.
+        queue nor a long completion is silence; twelve time-outs without any answer are, whatever the signs.
+        The server's end is noticed at once.
 
         Args:
             on_answer: gets the number of a call and its answer, one at a time as they come; NOT_SENT where an
@@ -121,10 +125,10 @@ class EngineClient:
     async def _call_all(self, calls, on_answer, max_pending, is_aborted, abort_calls, sign_of_life) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_pending)
         slots = asyncio.Semaphore(max_pending)
-        last_sign = time.monotonic()
+        last_answer = last_sign = time.monotonic()
 
         async def send(client: httpx.AsyncClient, number: int, call: Call) -> None:
-            nonlocal last_sign
+            nonlocal last_answer, last_sign
             async with slots:
                 for attempt in range(1, _ATTEMPTS + 1):
                     if is_aborted():
@@ -136,7 +140,7 @@ class EngineClient:
                         await asyncio.sleep(_SETTLE_SECONDS)
                         if attempt == _ATTEMPTS or self._is_final(error):
                             raise self._unreachable(call, error) from None
-            last_sign = time.monotonic()
+            last_answer = last_sign = time.monotonic()
             if status >= _SERVER_ERROR:
                 await asyncio.sleep(_SETTLE_SECONDS)
             on_answer(number, self._read(call, status, content))
@@ -149,7 +153,8 @@ class EngineClient:
                 if is_aborted():
                     with suppress(httpx.HTTPError):  # it is sent again
                         await asyncio.gather(*(self._post_async(client, call) for call in abort_calls))
-                if time.monotonic() - last_sign > self._timeout_seconds:
+                now, longest = time.monotonic(), self._timeout_seconds
+                if now - last_sign > longest or now - last_answer > _EXCUSED_TIMEOUTS * longest:
                     raise EngineUnreachable(self._silence("no request"))
 
         async def listen(client: httpx.AsyncClient) -> None:

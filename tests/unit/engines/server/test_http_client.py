@@ -134,6 +134,13 @@ def test_a_request_that_takes_longer_than_the_time_out_is_waited_for_while_the_s
     assert answers == {0: {"sent": 1}} and time.monotonic() - started > 2 * timeout
 
 
+def test_signs_of_life_do_not_excuse_a_server_that_never_answers(server):
+    """Another client has paused it, or it has lost the request."""
+    client = client_of(server, timeout_seconds=0.3)
+    with pytest.raises(EngineUnreachable, match="no request was answered within"):
+        client.call_all([Call("/wait", {})], ignore, 1, never, [], Call("/alive", 0))
+
+
 @pytest.mark.parametrize("sign", ["/wait", "/refuse"])
 def test_a_server_whose_sign_of_life_does_not_come_or_is_no_good_one_is_silent(server, sign):
     client = client_of(server, timeout_seconds=1.0)
