@@ -180,7 +180,7 @@ def main() -> None:
     publisher.close()
     case.engine.close()
     destroy_groups()
-    print("GROUP OK", name)
+    print(f"GROUP OK {name}\n", end="")  # one write: that of the other rank can't come into it
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def main() -> None:
             told = all_gather_metadata(str(error))
             assert len(set(told)) == 1, told
             if dist.get_rank() == 0:
-                print("OUTCOME", json.dumps({name: told[0]}), flush=True)
+                print(f"OUTCOME {json.dumps({name: told[0]})}\n", end="", flush=True)
             destroy_groups()
 
 
