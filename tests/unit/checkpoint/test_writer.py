@@ -88,6 +88,7 @@ def test_the_part_of_a_killed_rank_is_not_waited_for_for_ever(tmp_path, one_rank
 
 
 def test_without_a_save_under_way_nothing_is_waited_for(tmp_path):
+    """A collector that is asked, or a wait, would fail here."""
     CheckpointManager(tmp_path, collector=None, retention=Retention(1)).keep(seconds=60.0)
 
 
