@@ -20,7 +20,7 @@ from megagrpo.algorithms.aggregation import aggregate_loss
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.algorithms.losses import LossInputs, LossOutput, exp_log_ratio, register_loss
 from megagrpo.algorithms.metrics import declare_metric, finalize_metrics, measure
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 
 declare_metric("power_ratio", "mean", "actor / old ratio to the power of power_clip")
 

@@ -17,9 +17,9 @@ from megagrpo.config.dashed_overrides import refuse_dashed_overrides
 from megagrpo.errors import UserError
 from megagrpo.supervision import exit_codes
 from megagrpo.supervision.failure import note_for_launcher
+from megagrpo.supervision.orphaned_files import remove_orphans
 from megagrpo.supervision.redaction import redact
 from megagrpo.supervision.run_folder import make_run_folder
-from megagrpo.supervision.shared_memory import remove_orphans
 from megagrpo.supervision.signals import end_with_launcher
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from megagrpo.parallel.groups import all_gather_metadata
 from megagrpo.policy.guarded_update import GuardedUpdate
 from megagrpo.policy.spikes import RollBack
 from megagrpo.rollout.generation import RolloutFailedError
-from megagrpo.rollout.metrics import compute_rollout_metrics
 from megagrpo.rollout.pipeline import RolloutPipeline
+from megagrpo.rollout.rollout_metrics import compute_rollout_metrics
 from megagrpo.supervision.supervisor import Supervisor
 from megagrpo.telemetry import names
 from megagrpo.telemetry.clock import RunClock

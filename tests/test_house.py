@@ -6,6 +6,7 @@ tables only ever grow by a decision.
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -47,9 +48,14 @@ FOREIGN = {
 
 FILE_LINES, FUNCTION_LINES, ROOM_SHARE = 300, 80, 0.15
 LONG_FILES = {
-    "wire/manifest.py": "one format, written and read",
+    "wire/bucket_manifest.py": "one format, written and read",
 }
 LONG_FUNCTIONS = {}
+SHARED_NAMES = {
+    "base": "the contract of its room, wherever it stands",
+    "server": "starts the server of its engine: one for vLLM, one for SGLang",
+}
+"""Names that several modules bear, with what they mean alike."""
 UPWARD: dict[tuple[str, str], str] = {}
 CIRCLES: dict[frozenset[str], str] = {}
 # What names pickles. Reading one runs what it says: beside these places each is an open door.
@@ -223,6 +229,18 @@ def test_functions_are_short():
         and (node.end_lineno or 0) - node.lineno + 1 > FUNCTION_LINES
     }
     check_exceptions(long, LONG_FUNCTIONS)
+
+
+def test_no_two_modules_share_a_name_with_another_meaning():
+    names = Counter(path.stem for path in modules() if not path.stem.startswith("__"))
+    check_exceptions({name for name, count in names.items() if count > 1}, SHARED_NAMES)
+
+
+def test_no_two_classes_share_a_name():
+    names = Counter(
+        node.name for path in modules() for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)
+    )
+    assert not {name for name, count in names.items() if count > 1}
 
 
 def test_docstrings_begin_with_a_sentence():

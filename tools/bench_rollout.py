@@ -127,7 +127,7 @@ def build_ours(arguments: argparse.Namespace, folder: str, prompts: list[list[in
     """Return a function that generates with the embedded engine and returns the number of tokens."""
     import torch
 
-    from megagrpo.config.engine import build_engine_config
+    from megagrpo.config.engine_sections import build_engine_config
     from megagrpo.engines import ENGINES
     from megagrpo.types import Prompt, SamplingParams
 

@@ -33,7 +33,7 @@ from megagrpo.weights.plan.targets import EngineGrid  # noqa: E402
 from megagrpo.weights.publisher import agree  # noqa: E402
 from megagrpo.weights.remote_publisher import RemotePublisher  # noqa: E402
 from megagrpo.weights.transports.disk import lay_out_safetensors  # noqa: E402
-from megagrpo.wire.manifest import (  # noqa: E402
+from megagrpo.wire.bucket_manifest import (  # noqa: E402
     BucketManifest,
     TensorEntry,
     build_ack,
@@ -113,7 +113,7 @@ def start_engine(name: str, model: str, python: str, groups):
     """Return this rank's engine: one replica, owned by rank 0."""
     if name == "stub":
         return StubEngine(groups.rank == 0)
-    from megagrpo.config.engine import build_engine_config
+    from megagrpo.config.engine_sections import build_engine_config
     from megagrpo.engines import ENGINES
 
     config = build_engine_config(name=name, server={"python": python or None, "max_model_len": 256})

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megagrpo.algorithms.losses.base import LossOutput
 from megagrpo.algorithms.metrics import Metric, measure
-from megagrpo.config.algorithm import Aggregation
+from megagrpo.config.algorithm_section import Aggregation
 from megagrpo.errors import UserError
 
 MODES: tuple[str, ...] = get_args(Aggregation)

@@ -25,7 +25,7 @@ from megagrpo.algorithms.kl import (
 from megagrpo.algorithms.losses import LOSSES, LossInputs, LossOutput, exp_log_ratio
 from megagrpo.algorithms.metrics import Metric, measure
 from megagrpo.algorithms.overlong import compute_overlong_penalty, mask_overlong
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.errors import ConfigError, UserError
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from megagrpo.algorithms.advantages import ADVANTAGES
 from megagrpo.algorithms.losses import LOSSES
 from megagrpo.algorithms.overlong import buffer_problem
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.errors import UserError
 from megagrpo.registry import suggestion
 

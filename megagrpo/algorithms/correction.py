@@ -24,7 +24,7 @@ from torch import Tensor
 from megagrpo.algorithms.algorithm_checks import check_logprobs
 from megagrpo.algorithms.diagnostics import measure_mismatch
 from megagrpo.algorithms.metrics import Metric, measure
-from megagrpo.config.algorithm import CorrectionConfig
+from megagrpo.config.algorithm_section import CorrectionConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ vocabulary, computed by `ops`.
 import torch
 from torch import Tensor
 
-from megagrpo.config.algorithm import KLConfig
+from megagrpo.config.algorithm_section import KLConfig
 
 # The series' first left-out term is u^5 / 120: relative to u^2 / 2 it is below 2e-8 here, less than float32
 # rounding.

@@ -6,8 +6,8 @@ one section only are written beside its fields; checks across sections are in `p
 
 from typing import Annotated
 
-from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.engine import EngineConfig, TransformersConfig, WeightsConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
+from megagrpo.config.engine_sections import EngineConfig, TransformersConfig, WeightsConfig
 from megagrpo.config.rollout_sections import DataConfig, EvaluationConfig, RewardsConfig, RolloutConfig
 from megagrpo.config.run_sections import (
     CheckpointConfig,

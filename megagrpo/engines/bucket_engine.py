@@ -10,7 +10,7 @@ from typing_extensions import TypedDict  # pydantic reads the one of typing from
 
 from megagrpo.engines.base import Engine, EngineError
 from megagrpo.types import Completion, Prompt, SamplingParams
-from megagrpo.wire.manifest import BucketManifest
+from megagrpo.wire.bucket_manifest import BucketManifest
 from megagrpo.wire.transfer_group import GroupAddress
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megagrpo.config.engine import EngineConfig
+from megagrpo.config.engine_sections import EngineConfig
 from megagrpo.engines import ENGINES, Engine
 from megagrpo.errors import UserError
 from megagrpo.parallel.groups import ParallelGroups, all_gather_metadata

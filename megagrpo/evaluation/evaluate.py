@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from megagrpo.config.rollout_sections import EvaluationSetConfig, RolloutConfig
-from megagrpo.evaluation.metrics import measure_scores
+from megagrpo.evaluation.score_metrics import measure_scores
 from megagrpo.rollout.failed_scores import count_scores, failed_fractions
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.in_flight import RolloutRequest

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from megagrpo.models.packed import PackedTrees, Run
+from megagrpo.models.packed import PackedTrees, QueryRun
 from megagrpo.parallel.token_shard import all_gather_tokens
 
 
@@ -72,7 +72,7 @@ class PackedTreeAttention(MegatronModule):
         return output[packed_seq_params.inverse_order].flatten(1).unsqueeze(1)
 
     def _attend_run(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: QueryRun
     ) -> torch.Tensor:
         keys, values = (torch.cat([part[run.prompt], part[run.branch]]) for part in (key, value))
         mask = run.mask_within(self.window, query.device)

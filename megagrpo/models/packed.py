@@ -94,7 +94,7 @@ class DenseBatch:
 
 
 @dataclass(frozen=True)
-class Run:
+class QueryRun:
     """Consecutive queries of one branch (or prompt) that this rank holds, attended in one call."""
 
     rows: slice  # local positions
@@ -183,7 +183,7 @@ class PackedTrees(RoutedPackedSeqParams):
         return DenseBatch(*(tensor.to(self.device) for tensor in tensors))
 
     @cached_property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[QueryRun]:
         """The queries of this rank in large trees, each run attended by itself."""
         runs = []
         for tree, start in zip(self.trees, self.starts, strict=True):
@@ -192,13 +192,13 @@ class PackedTrees(RoutedPackedSeqParams):
                     runs += self._runs_of(slice(start, start + prompt), start + branch_start, length)
         return runs
 
-    def _runs_of(self, prompt: slice, branch_start: int, length: int) -> list[Run]:
+    def _runs_of(self, prompt: slice, branch_start: int, length: int) -> list[QueryRun]:
         runs, offset = [], 0
         for interval_start, interval_stop in self.shard.intervals:
             start, stop = max(interval_start, branch_start), min(interval_stop, branch_start + length)
             if start < stop:
                 rows = slice(offset + start - interval_start, offset + stop - interval_start)
-                runs.append(Run(rows, prompt, slice(branch_start, stop), start - branch_start))
+                runs.append(QueryRun(rows, prompt, slice(branch_start, stop), start - branch_start))
             offset += interval_stop - interval_start
         return runs
 

@@ -9,7 +9,7 @@ layer, norms, biases and routers stay in the model's dtype.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megagrpo.config.engine import FP8_BLOCK
+from megagrpo.config.engine_sections import FP8_BLOCK
 from megagrpo.models.family import CheckpointTensor
 
 _SUFFIX = "_scale_inv"

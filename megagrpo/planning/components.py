@@ -15,7 +15,7 @@ from megagrpo.config.schema import Config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.server.command import PACKAGES, find_python
 from megagrpo.errors import ConfigError, UserError
-from megagrpo.evaluation.metrics import EVALUATION_METRICS
+from megagrpo.evaluation.score_metrics import EVALUATION_METRICS
 from megagrpo.models.families import load_all
 from megagrpo.models.family import FAMILIES, use_own_family
 from megagrpo.planning.file_checks import read_hf_config

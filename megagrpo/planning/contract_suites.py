@@ -13,10 +13,10 @@ import torch
 
 from megagrpo.algorithms.advantages import ADVANTAGES, compute_advantages
 from megagrpo.algorithms.losses import LOSSES, LossInputs, LossOutput
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.config.expert_fields import count_experts
 from megagrpo.engines import ENGINES
-from megagrpo.evaluation.metrics import measure_scores
+from megagrpo.evaluation.score_metrics import measure_scores
 from megagrpo.models.families import load_all
 from megagrpo.models.family import FAMILIES, HFConfig, ModelFamily
 from megagrpo.models.rules import SPLIT_DIMENSION

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from megagrpo.config.engine import FP8_BLOCK, ServerConfig, WeightsConfig
+from megagrpo.config.engine_sections import FP8_BLOCK, ServerConfig, WeightsConfig
 from megagrpo.config.schema import Config
 
 

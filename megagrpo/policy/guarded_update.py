@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megagrpo.policy.logprob_gap import LogprobGap
-from megagrpo.policy.metrics import compute_update_metrics
 from megagrpo.policy.update import PolicyUpdater, UpdateResult
 from megagrpo.policy.update_gate import UpdateGate
+from megagrpo.policy.update_metrics import compute_update_metrics
 from megagrpo.rollout.rollouts import StepRollouts
 
 

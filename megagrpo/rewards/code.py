@@ -8,7 +8,7 @@ from megagrpo.errors import UserError
 from megagrpo.rewards.code_tests import CodeTest, is_same_output, is_same_result, read_tests
 from megagrpo.rewards.places import find_tagged, strip_reasoning
 from megagrpo.rewards.reward import REWARDS, check_choice, read_column
-from megagrpo.rewards.sandbox.run import Limits, SandboxUnavailableError, check_sandbox, run_program
+from megagrpo.rewards.sandbox.run_program import Limits, SandboxUnavailableError, check_sandbox, run_program
 from megagrpo.types import Completion, Prompt
 
 EXTRACTS = ("fenced", "text")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megagrpo.rewards.sandbox.run import Call
+from megagrpo.rewards.sandbox.run_program import FunctionCall
 
 _FORMS = (
     "[{input: text, output: text}], [{call: name, args: [...], want: value}] or "
@@ -20,7 +20,7 @@ class CodeTest:
 
     want: Any  # the text printed, or the call's result
     stdin: str = ""
-    call: Call | None = None
+    call: FunctionCall | None = None
 
 
 def read_tests(column: Any) -> list[CodeTest]:
@@ -54,7 +54,7 @@ def _read_test(row: Any) -> CodeTest:
             return CodeTest(row["output"], stdin=row.get("input", ""))
         arguments = row.get("args", [])
         if "want" in row and isinstance(row.get("call"), str) and isinstance(arguments, list):
-            return CodeTest(row["want"], call=Call(row["call"], arguments, row.get("kwargs", {})))
+            return CodeTest(row["want"], call=FunctionCall(row["call"], arguments, row.get("kwargs", {})))
     raise ValueError(f"a test is {row!r:.80}; allowed: {_FORMS}")
 
 

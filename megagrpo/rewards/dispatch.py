@@ -23,7 +23,7 @@ from megagrpo.rewards.messages import (
     encode_setup,
 )
 from megagrpo.rewards.outage import OutageWatch
-from megagrpo.rewards.process import MalformedReplyError, WorkerLimits, WorkerProcess
+from megagrpo.rewards.worker_process import MalformedReplyError, WorkerLimits, WorkerProcess
 
 # a worker imports and warms up its rewards: 0.5 to 4 s on a quiet machine, many times that on a busy one
 START_SECONDS = 120.0

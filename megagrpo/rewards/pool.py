@@ -17,7 +17,7 @@ from megagrpo.rewards.build import is_custom
 from megagrpo.rewards.dispatch import Dispatcher
 from megagrpo.rewards.messages import Failed, Reply, Request, RewardSpec, Score, Scores, Setup
 from megagrpo.rewards.outage import OutageWatch
-from megagrpo.rewards.process import WorkerLimits
+from megagrpo.rewards.worker_process import WorkerLimits
 from megagrpo.types import Completion, Prompt, Reward
 
 _Task = tuple[int, tuple[int, ...]]  # (position of the reward, positions of the completions)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megagrpo.algorithms.advantages.base import find_equal_rewards
 from megagrpo.algorithms.overlong import mask_overlong
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.rollout.failed_scores import ScoreCounts, count_scores
 from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts, concatenate, select_groups
 

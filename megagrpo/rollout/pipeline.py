@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.config.rollout_sections import RolloutConfig
 from megagrpo.parallel.groups import all_reduce_flag
 from megagrpo.rollout import in_flight

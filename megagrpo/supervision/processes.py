@@ -11,7 +11,7 @@ import psutil
 
 from megagrpo.supervision.board import Board
 from megagrpo.supervision.failure import say
-from megagrpo.supervision.shared_memory import close_ledgers
+from megagrpo.supervision.orphaned_files import close_ledgers
 
 _END_SECONDS = 2.0  # that killed children may take to be gone
 

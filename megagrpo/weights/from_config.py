@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megagrpo.config.engine import EngineConfig, WeightsConfig
+from megagrpo.config.engine_sections import EngineConfig, WeightsConfig
 from megagrpo.device.device import has_cuda
 from megagrpo.engines.base import EmbeddedEngine, Engine
 from megagrpo.engines.bucket_engine import BucketEngine

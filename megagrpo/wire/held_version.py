@@ -1,6 +1,6 @@
 """Which version an engine rank holds, so that changes are laid over no other one."""
 
-from megagrpo.wire.manifest import BucketManifest, ManifestError
+from megagrpo.wire.bucket_manifest import BucketError, BucketManifest
 
 
 class HeldVersion:
@@ -12,7 +12,7 @@ class HeldVersion:
         self._loading: int | None = None
 
     def check(self, manifest: BucketManifest) -> None:
-        """Raise ManifestError if a bucket holds changes to another version than the one that is here."""
+        """Raise BucketError if a bucket holds changes to another version than the one that is here."""
         if manifest.base is None or manifest.version == self._loading:
             return
         if self._loading is not None or manifest.base != self._committed:
@@ -21,7 +21,7 @@ class HeldVersion:
                 if self._loading is not None
                 else f"version {self._committed}"
             )
-            raise ManifestError(
+            raise BucketError(
                 f"version {manifest.version}: changes to version {manifest.base} came, this "
                 f"engine rank holds {held}"
             )

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from megagrpo.wire.manifest import BucketManifest, ManifestError, TensorEntry
+from megagrpo.wire.bucket_manifest import BucketError, BucketManifest, TensorEntry
 
 NAME_PREFIX = "megagrpo_"  # tells our groups from those that an engine has beside them
 _STORE_SECONDS = 60.0  # to reach the store, before the time-out that it holds is known
@@ -95,7 +95,7 @@ class TransferGroup:
 
         Raises:
             RuntimeError (of torch): not all have joined in time.
-            ManifestError: trainer and engine have different versions of NCCL, which would not connect.
+            BucketError: trainer and engine have different versions of NCCL, which would not connect.
         """
         self.address, self.rank, self.device = address, rank, torch.device(device)
         joined = store or dist.TCPStore(
@@ -137,11 +137,11 @@ class TransferGroup:
         others have it from there: a tensor crosses from trainer to engine once.
 
         Raises:
-            ManifestError: the bucket belongs to another group, a message did not come in time (the trainer's
+            BucketError: the bucket belongs to another group, a message did not come in time (the trainer's
                 rank is named), or a piece lies outside its tensor.
         """
         if manifest.location.get("group") != self.address.group_name:
-            raise ManifestError(
+            raise BucketError(
                 f"bucket of group {manifest.location.get('group')}: this engine rank has "
                 f"joined {self.address.group_name}"
             )
@@ -224,7 +224,7 @@ def _compare_libraries(store: dist.Store, address: GroupAddress, rank: int) -> N
     if len(set(versions)) > 1:
         sides = {"trainer": versions[: address.rank_offset], "engine": versions[address.rank_offset :]}
         told = "; ".join(f"{side}: {', '.join(sorted(set(side_has)))}" for side, side_has in sides.items())
-        raise ManifestError(
+        raise BucketError(
             f"weights.transport.kind: group: NCCL must be of one version ({told}): install one torch in both "
             "environments, or take ipc, shared_memory or disk"
         )
@@ -242,7 +242,7 @@ def _lay_out(entry: TensorEntry, place: list[list[int]], piece: torch.Tensor, me
     if len(place) != tensor.dim() or any(
         not 0 <= start <= stop <= size for (start, stop), size in zip(place, tensor.shape, strict=True)
     ):
-        raise ManifestError(
+        raise BucketError(
             f"weight {entry.name!r}: a piece at {place} of a tensor of shape {list(entry.shape)}"
         )
     target = tensor[tuple(slice(start, stop) for start, stop in place)]
@@ -255,4 +255,4 @@ def _naming(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ManifestError(f"{what}: {' '.join(str(error).split())[:300]}") from None
+        raise BucketError(f"{what}: {' '.join(str(error).split())[:300]}") from None

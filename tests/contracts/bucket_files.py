@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-from megagrpo.supervision.shared_memory import hold
-from megagrpo.wire.manifest import BucketManifest, TensorEntry, checksum_of
+from megagrpo.supervision.orphaned_files import hold
+from megagrpo.wire.bucket_manifest import BucketManifest, TensorEntry, checksum_of
 from megagrpo.wire.shared_files import PREFIX, SHARED_MEMORY
 
 _BUCKET_BYTES = 64 * 2**20

@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_contract import EMBEDDED_NAMES, SERVER_NAMES
 
-from megagrpo.config.engine import build_engine_config
+from megagrpo.config.engine_sections import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.types import Prompt
 

@@ -22,7 +22,7 @@ from checkpoint_of_model import checkpoint_of  # noqa: E402
 from engine_contract import assert_logprobs_match, params  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from megagrpo.config.engine import build_engine_config  # noqa: E402
+from megagrpo.config.engine_sections import build_engine_config  # noqa: E402
 from megagrpo.engines import ENGINES  # noqa: E402
 from megagrpo.engines.base import EngineError  # noqa: E402
 from megagrpo.models.hf_config import read_hf_config  # noqa: E402

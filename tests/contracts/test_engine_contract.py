@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_contract import assert_logprobs_match, params, publish, teacher_forced, tokens
 
-from megagrpo.config.engine import build_engine_config
+from megagrpo.config.engine_sections import build_engine_config
 from megagrpo.engines.base import EngineError
 from megagrpo.errors import UserError
 from megagrpo.types import Prompt

@@ -12,13 +12,13 @@ from bucket_files import load
 from engine_contract import SERVER_MARKS, SERVER_NAMES, params, teacher_forced
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from megagrpo.config.engine import build_engine_config
+from megagrpo.config.engine_sections import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.errors import UserError
 from megagrpo.models.quantization import scale_name
 from megagrpo.weights.read.block_fp8 import accumulate_amax, compute_scales, quantize_slice
-from megagrpo.wire.manifest import checksum_of
+from megagrpo.wire.bucket_manifest import checksum_of
 
 # The smallest that has whole blocks of 128 rows in every projection.
 CONFIG = {

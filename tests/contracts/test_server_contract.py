@@ -30,12 +30,12 @@ from engine_contract import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megagrpo.config.engine import build_engine_config
+from megagrpo.config.engine_sections import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.errors import UserError
 from megagrpo.types import Prompt
-from megagrpo.wire.manifest import TensorEntry
+from megagrpo.wire.bucket_manifest import TensorEntry
 
 SMOLLM2 = Path("models/smollm2-135m")
 servers = pytest.mark.parametrize("build_engine", SERVER_NAMES, indirect=True)

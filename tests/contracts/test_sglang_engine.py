@@ -15,7 +15,7 @@ from bucket_files import bucket_file, load
 from checkpoint_of_model import checkpoint_of
 from engine_contract import TOLERANCE, params, tokens
 
-from megagrpo.config.engine import build_engine_config
+from megagrpo.config.engine_sections import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.types import Prompt

@@ -21,7 +21,7 @@ from test_engine_update_contract import (
     test_weights_survive_sleep,  # noqa: F401
 )
 
-from megagrpo.config.engine import build_engine_config
+from megagrpo.config.engine_sections import build_engine_config
 from megagrpo.engines import ENGINES
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]

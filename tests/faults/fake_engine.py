@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "engines" / "server"
 from fake_servers import vllm_answer
 from outside import LEAVE_SECONDS
 
-from megagrpo.wire.manifest import BucketManifest, build_ack
+from megagrpo.wire.bucket_manifest import BucketManifest, build_ack
 
 LARGE_BYTES = 400 * 2**20
 _PIECE = b" " * 2**20

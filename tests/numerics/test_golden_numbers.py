@@ -16,7 +16,7 @@ from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.algorithms.kl import estimate_kl
 from megagrpo.algorithms.losses import LOSSES, LossInputs
 from megagrpo.algorithms.metrics import finalize_metrics
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 

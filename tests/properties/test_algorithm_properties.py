@@ -9,7 +9,7 @@ from megagrpo.algorithms.advantages import ADVANTAGES, compute_advantages
 from megagrpo.algorithms.aggregation import MODES, compute_token_weights
 from megagrpo.algorithms.kl import estimate_kl
 from megagrpo.algorithms.losses import LOSSES, LossInputs
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 
 # opo and reinforce_pp: the length-weighted sum is 0
 ZERO_SUM = ["grpo", "dr_grpo", "rloo", "gdpo", "pass_at_k"]

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.registry import Registry
 
 # Values that differ by a few rounding errors are equal: their difference is no signal. The errors are those

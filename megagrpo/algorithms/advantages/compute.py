@@ -12,7 +12,7 @@ from megagrpo.algorithms.advantages.base import (
     TokenAdvantages,
     find_equal_rewards,
 )
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.errors import UserError
 
 

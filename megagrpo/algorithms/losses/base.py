@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algorithms.metrics import Metric
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.errors import UserError
 from megagrpo.registry import Registry
 

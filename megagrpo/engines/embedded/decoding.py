@@ -22,7 +22,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, RolloutCach
 
 
 @dataclass(frozen=True)
-class Request:
+class RowRequest:
     """Completions of one prompt that are admitted together, behind one prefill."""
 
     prompt: Prompt
@@ -64,7 +64,7 @@ class Decoder:
 
     def run(
         self,
-        requests: list[Request],
+        requests: list[RowRequest],
         device: torch.device | str,
         aborted: Callable[[], bool],
         on_row: Callable[[DecodedRow], None],
@@ -90,9 +90,9 @@ class Decoder:
                 self._decode()
         self._abort_rest()
 
-    def _admit(self) -> list[Request]:
+    def _admit(self) -> list[RowRequest]:
         """Take from the queue what fits beside the live rows and into one prefill."""
-        admitted: list[Request] = []
+        admitted: list[RowRequest] = []
         free, tokens = self._max_rows - self._rows.count, 0
         while self._waiting and len(self._waiting[0].order) <= free:
             tokens += len(self._waiting[0].prompt.token_ids)
@@ -102,7 +102,7 @@ class Decoder:
             admitted.append(self._waiting.popleft())
         return admitted
 
-    def _prefill(self, requests: list[Request]) -> None:
+    def _prefill(self, requests: list[RowRequest]) -> None:
         lengths = np.array([len(request.prompt.token_ids) for request in requests])
         ends = np.cumsum(lengths)
         first_slot = len(self._prompt_lengths)
@@ -207,7 +207,7 @@ class _Rows:
         self.tokens = np.zeros((capacity, sampling.max_new_tokens), dtype=np.int64)
         self.logprobs = np.zeros((capacity, sampling.max_new_tokens), dtype=np.float32)
 
-    def add(self, request: Request, prompt_slot: int) -> None:
+    def add(self, request: RowRequest, prompt_slot: int) -> None:
         size = len(request.order)
         new = slice(self.count, self.count + size)
         self.orders[new] = request.order

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoTokenizer
 from transformers.modeling_utils import AttentionInterface
 
-from megagrpo.config.engine import EngineConfig
+from megagrpo.config.engine_sections import EngineConfig
 from megagrpo.engines.base import EmbeddedEngine, EngineError, EngineHealth, OnGroup
 from megagrpo.engines.completion_rules import StopRule, check_request
-from megagrpo.engines.embedded.decoding import DecodedRow, Decoder, Request
+from megagrpo.engines.embedded.decoding import DecodedRow, Decoder, RowRequest
 from megagrpo.engines.embedded.fused_projections import fuse_query_key_value
 from megagrpo.engines.embedded.in_place_weights import InPlaceWeights
 from megagrpo.engines.embedded.kv_cache import RolloutCache
@@ -188,7 +188,9 @@ class TransformersEngine(EmbeddedEngine):
         ).logits[0]
 
 
-def _requests(prompts: Sequence[Prompt], completion_indices: Sequence[int], max_rows: int) -> list[Request]:
+def _requests(
+    prompts: Sequence[Prompt], completion_indices: Sequence[int], max_rows: int
+) -> list[RowRequest]:
     """One request per prompt; one that asks for more completions than fit at once is split (and prefilled
     once per part).
     """
@@ -197,5 +199,5 @@ def _requests(prompts: Sequence[Prompt], completion_indices: Sequence[int], max_
         for start in range(0, len(completion_indices), max_rows):
             part = range(start, min(start + max_rows, len(completion_indices)))
             order = tuple(group * len(completion_indices) + place for place in part)
-            requests.append(Request(prompt, tuple(completion_indices[place] for place in part), order))
+            requests.append(RowRequest(prompt, tuple(completion_indices[place] for place in part), order))
     return requests

@@ -9,7 +9,7 @@ from megagrpo.engines.bucket_engine import Ack, check_acks
 from megagrpo.engines.expected_tensors import ExpectedTensors
 from megagrpo.engines.lifecycle import EngineLifecycle
 from megagrpo.engines.server.protocol import ServerProtocol
-from megagrpo.wire.manifest import BucketManifest
+from megagrpo.wire.bucket_manifest import BucketManifest
 
 
 class BucketUpdate:

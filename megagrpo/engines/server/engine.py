@@ -13,7 +13,7 @@ from megagrpo.engines.server.requests import CompletionRequests
 from megagrpo.errors import UserError
 from megagrpo.models.quantization import find_mismatch
 from megagrpo.types import Completion, Prompt, SamplingParams
-from megagrpo.wire.manifest import BucketManifest
+from megagrpo.wire.bucket_manifest import BucketManifest
 from megagrpo.wire.probe_requests import probe_request_id
 from megagrpo.wire.transfer_group import GroupAddress
 

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config.engine import ServerEngineConfig
+from megagrpo.config.engine_sections import ServerEngineConfig
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.server.command import ServerCommand, find_python
 from megagrpo.engines.server.http_client import Call, EngineClient, EngineUnreachable
-from megagrpo.engines.server.process import ServerProcess
+from megagrpo.engines.server.server_process import ServerProcess
 from megagrpo.errors import UserError
 
 _PORT_TRIES = 3

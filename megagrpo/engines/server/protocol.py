@@ -13,10 +13,10 @@ from megagrpo.engines.server.engine_server import EngineServer
 from megagrpo.engines.server.http_client import Call
 from megagrpo.engines.server.served_model import ServedModel
 from megagrpo.types import Prompt, SamplingParams
-from megagrpo.wire.manifest import BucketManifest
+from megagrpo.wire.bucket_manifest import BucketManifest
 from megagrpo.wire.transfer_group import GroupAddress
 
-Request = tuple[str, Any]
+PostRequest = tuple[str, Any]
 """(path, body) of one POST."""
 
 # An id, its log-prob and its text take about 200 bytes of JSON.
@@ -42,7 +42,7 @@ class ServerProtocol(ABC):
     @abstractmethod
     def generate_call(
         self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range
-    ) -> Request:
+    ) -> PostRequest:
         """Return the request for completions `indices` of a prompt. The server tells a probe by its
         `request_id`.
         """

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from megagrpo.config.engine import ServerEngineConfig
+from megagrpo.config.engine_sections import ServerEngineConfig
 from megagrpo.engines.hf_model import end_token_ids, load_from_folder
 from megagrpo.models.family import checkpoint_tensors
 from megagrpo.models.hf_config import read_hf_config

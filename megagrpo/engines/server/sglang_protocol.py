@@ -18,11 +18,11 @@ from megagrpo.engines.server.answers import (
     StrictModel,
 )
 from megagrpo.engines.server.http_client import Call
-from megagrpo.engines.server.protocol import Request, ServerProtocol
+from megagrpo.engines.server.protocol import PostRequest, ServerProtocol
 from megagrpo.engines.server.sglang_answers import read_samples
 from megagrpo.types import Prompt, SamplingParams
+from megagrpo.wire.bucket_manifest import BucketManifest
 from megagrpo.wire.counter_sampling import row_keys
-from megagrpo.wire.manifest import BucketManifest
 from megagrpo.wire.sglang_instructions import (
     checksums_body,
     commit_body,
@@ -56,7 +56,7 @@ class SglangProtocol(ServerProtocol):
 
     def generate_call(
         self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range
-    ) -> Request:
+    ) -> PostRequest:
         fields = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megagrpo.config.engine import ServerEngineConfig
+from megagrpo.config.engine_sections import ServerEngineConfig
 from megagrpo.engines.server.command import ServerCommand
 from megagrpo.engines.server.engine import ServerEngine
 from megagrpo.engines.server.engine_server import EngineServer

@@ -45,7 +45,7 @@ def _words(model: ServedModel, python: str, port: int) -> list[str]:
         # A batch must hold one token of each sequence.
         "max_num_batched_tokens": max(model.config.max_prefill_tokens, model.config.max_batch_completions),
         "tensor_parallel_size": model.config.server.tensor_parallel,
-        "worker_extension_cls": "megagrpo.host.vllm.worker.WeightReceiver",
+        "worker_extension_cls": "megagrpo.host.vllm.weight_receiver.WeightReceiver",
         "scheduler_cls": "megagrpo.host.vllm.scheduler.build_scheduler",
         "weight_transfer_config": {"backend": "megagrpo"},  # host/vllm/transfer.py registers it
         # log-probs of the distribution that is sampled, not of the raw logits

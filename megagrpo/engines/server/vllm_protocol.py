@@ -23,9 +23,9 @@ from megagrpo.engines.server.answers import (
     read_answer,
 )
 from megagrpo.engines.server.http_client import Call
-from megagrpo.engines.server.protocol import Request, ServerProtocol
+from megagrpo.engines.server.protocol import PostRequest, ServerProtocol
 from megagrpo.types import Prompt, SamplingParams
-from megagrpo.wire.manifest import BucketManifest
+from megagrpo.wire.bucket_manifest import BucketManifest
 from megagrpo.wire.transfer_group import GroupAddress
 
 _REQUEST_PREFIX = "generate-tokens-"  # the server's own, before the request ids of its generate route
@@ -85,7 +85,7 @@ class VllmProtocol(ServerProtocol):
 
     def generate_call(
         self, request_id: str, prompt: Prompt, sampling: SamplingParams, indices: range
-    ) -> Request:
+    ) -> PostRequest:
         fields = {
             "n": len(indices),
             "seed": prompt_seed(sampling, prompt) + indices.start,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megagrpo.host.sglang.gate import set_gate
+from megagrpo.wire.bucket_manifest import BucketError, BucketManifest, build_ack, checksum_of, open_tensors
 from megagrpo.wire.held_version import HeldVersion
-from megagrpo.wire.manifest import BucketManifest, ManifestError, build_ack, checksum_of, open_tensors
 from megagrpo.wire.sglang_instructions import LOAD_FORMAT, read_instruction
 from megagrpo.wire.transfer_group import NAME_PREFIX, GroupAddress, TransferGroup
 
@@ -89,7 +89,7 @@ def receive_bucket(manifest: BucketManifest) -> torch.Tensor:
     would be taken for the next one.
     """
     if _joined is None:
-        raise ManifestError(f"bucket of version {manifest.version}: this engine rank has joined no group")
+        raise BucketError(f"bucket of version {manifest.version}: this engine rank has joined no group")
     try:
         return _joined.receive(manifest)
     except Exception:  # whatever it is: raised on, with the group left

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 
-from megagrpo.wire.manifest import BucketManifest, ManifestError
+from megagrpo.wire.bucket_manifest import BucketError, BucketManifest
 from megagrpo.wire.transfer_group import GroupAddress, TransferGroup
 
 BACKEND = "megagrpo"
@@ -58,7 +58,7 @@ class GroupReceiver(WeightTransferEngine[GroupAddress, BucketInfo]):
         try:
             manifest = BucketManifest.from_json(self.parse_update_info(update_info).manifest)
             if self.group is None:
-                raise ManifestError(
+                raise BucketError(
                     f"bucket of version {manifest.version}: this engine rank has joined no group"
                 )
             self._received = manifest, self.group.receive(manifest)
@@ -82,7 +82,7 @@ class GroupReceiver(WeightTransferEngine[GroupAddress, BucketInfo]):
         """Give away what was received last. Raises what went wrong with it."""
         self.raise_error()
         if self._received is None:
-            raise ManifestError("no bucket was received")
+            raise BucketError("no bucket was received")
         received, self._received = self._received, None
         return received
 

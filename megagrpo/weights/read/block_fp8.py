@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from megagrpo.config.engine import FP8_BLOCK
+from megagrpo.config.engine_sections import FP8_BLOCK
 from megagrpo.models.quantization import scale_name, scale_shape
 from megagrpo.weights.plan.boxes import Box
 from megagrpo.weights.plan.sources import SourceTensor

@@ -14,7 +14,7 @@ import torch
 from megagrpo.weights.context import PublishContext
 from megagrpo.weights.plan.boxes import Box, sizes
 from megagrpo.weights.plan.publish_plan import Transfer
-from megagrpo.wire.manifest import Patch
+from megagrpo.wire.bucket_manifest import Patch
 
 # a bit in the manifest stands for 64 elements: at most 1 / 1024 of bfloat16 weights' bytes
 BLOCK_ELEMENTS = 64

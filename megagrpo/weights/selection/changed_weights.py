@@ -19,8 +19,8 @@ from megagrpo.weights.partial_checksums import combine_shares, compute_share
 from megagrpo.weights.publisher import agree
 from megagrpo.weights.selection.base import Selection
 from megagrpo.weights.selection.change_tracker import Change, ChangeTracker
-from megagrpo.weights.selection.selected import Place, Region, Run, SelectedBlocks, SelectedBucket
-from megagrpo.wire.manifest import Patch
+from megagrpo.weights.selection.selected import Place, Region, SelectedBlocks, SelectedBucket, SlotRun
+from megagrpo.wire.bucket_manifest import Patch
 
 exchangeable(Patch)
 
@@ -129,9 +129,9 @@ class Changes(Selection):
         )
 
 
-def _lay_out(found: list[list[Found]], itemsize: int) -> tuple[list[list[Run]], dict[Place, Region]]:
+def _lay_out(found: list[list[Found]], itemsize: int) -> tuple[list[list[SlotRun]], dict[Place, Region]]:
     """Give every change of every rank its place in its replica's slot, by parameter and then by rank."""
-    runs: list[list[Run | None]] = [[None] * len(changes) for changes in found]
+    runs: list[list[SlotRun | None]] = [[None] * len(changes) for changes in found]
     by_place: dict[Place, list[tuple[int, int]]] = defaultdict(list)
     for rank, changes in enumerate(found):
         for index, (replica, _, number, _, _) in enumerate(changes):
@@ -143,7 +143,9 @@ def _lay_out(found: list[list[Found]], itemsize: int) -> tuple[list[list[Run]], 
         for rank, index in by_place[place]:
             _, destination, number, patch, elements = found[rank][index]
             offset, nbytes = region.offset + region.nbytes, elements * itemsize
-            runs[rank][index] = Run(place[0], destination, number, region.elements, elements, offset, nbytes)
+            runs[rank][index] = SlotRun(
+                place[0], destination, number, region.elements, elements, offset, nbytes
+            )
             region.nbytes += nbytes
             region.elements += elements
             region.patches += (patch,)
@@ -152,7 +154,7 @@ def _lay_out(found: list[list[Found]], itemsize: int) -> tuple[list[list[Run]], 
 
 
 def _compute_checksums(
-    bucket: int, runs: list[Run], blocks: list[torch.Tensor], regions: dict[Place, Region]
+    bucket: int, runs: list[SlotRun], blocks: list[torch.Tensor], regions: dict[Place, Region]
 ) -> None:
     """Compute the checksums of what is sent from all ranks' shares. Collective over all ranks.
 

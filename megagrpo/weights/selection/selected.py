@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megagrpo.weights.plan.publish_plan import Transfer
-from megagrpo.wire.manifest import Patch, TensorEntry
+from megagrpo.wire.bucket_manifest import Patch, TensorEntry
 
 NO_CHECKSUM = "00000000"  # of no bytes
 
@@ -14,7 +14,7 @@ Place = tuple[int, int]  # replica, number of a parameter in the bucket's layout
 
 
 @dataclass(frozen=True)
-class Run:
+class SlotRun:
     """Neighbouring bytes of a slot that one rank has: blocks of a parameter that changed."""
 
     replica: int
@@ -46,7 +46,7 @@ class Region:
 class SelectedBlocks:
     """Blocks that are sent in place of slices, those of a parameter one after another."""
 
-    runs: Sequence[Sequence[Run]]  # of every rank, by rank
+    runs: Sequence[Sequence[SlotRun]]  # of every rank, by rank
     blocks: Sequence[torch.Tensor]  # this rank's, of any shape, one for each of its runs
     regions: Mapping[Place, Region]
 

@@ -14,7 +14,7 @@ from megagrpo.engines.bucket_engine import BucketEngine
 from megagrpo.weights.context import PublishContext
 from megagrpo.weights.plan.publish_plan import Transfer
 from megagrpo.weights.selection.selected import SelectedBucket
-from megagrpo.wire.manifest import BucketManifest, TensorEntry
+from megagrpo.wire.bucket_manifest import BucketManifest, TensorEntry
 
 SLOTS = 2
 

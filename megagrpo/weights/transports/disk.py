@@ -11,7 +11,7 @@ from megagrpo.models.safetensors_file import safetensors_header
 from megagrpo.weights.context import PublishContext
 from megagrpo.weights.transports.base import SLOTS
 from megagrpo.weights.transports.gathering import GatheringTransport
-from megagrpo.wire.manifest import BucketManifest, TensorEntry
+from megagrpo.wire.bucket_manifest import BucketManifest, TensorEntry
 
 
 class DiskTransport(GatheringTransport):

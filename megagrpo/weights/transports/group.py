@@ -30,7 +30,7 @@ from megagrpo.weights.read.slice_reader import SliceReader
 from megagrpo.weights.selection.selected import SelectedBlocks, SelectedBucket
 from megagrpo.weights.transports.base import SLOTS, Transport
 from megagrpo.weights.transports.group_membership import GroupMembership
-from megagrpo.wire.manifest import BucketManifest
+from megagrpo.wire.bucket_manifest import BucketManifest
 
 # what makes the message to each (replica, engine rank)
 Messages = dict[tuple[int, int], Callable[[], torch.Tensor]]

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megagrpo.weights.transports.gathering import GatheringTransport
-from megagrpo.wire.manifest import IPC_FIELDS
+from megagrpo.wire.bucket_manifest import IPC_FIELDS
 
 
 class IpcTransport(GatheringTransport):

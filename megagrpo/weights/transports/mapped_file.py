@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megagrpo.supervision.shared_memory import hold
+from megagrpo.supervision.orphaned_files import hold
 from megagrpo.wire.shared_files import PREFIX, SHARED_MEMORY
 
 

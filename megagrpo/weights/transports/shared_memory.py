@@ -11,7 +11,7 @@ from megagrpo.weights.selection.selected import SelectedBlocks, SelectedBucket
 from megagrpo.weights.transports.base import SLOTS
 from megagrpo.weights.transports.mapped_file import MappedFile, slot_path
 from megagrpo.weights.transports.slots import SlotTransport
-from megagrpo.wire.manifest import checksum_of
+from megagrpo.wire.bucket_manifest import checksum_of
 
 
 class SharedMemoryTransport(SlotTransport):

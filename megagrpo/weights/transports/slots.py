@@ -9,9 +9,9 @@ from megagrpo.weights.context import PublishContext
 from megagrpo.weights.plan.boxes import Box, slices
 from megagrpo.weights.plan.bucket_layout import PlacedTensor
 from megagrpo.weights.plan.publish_plan import Transfer
-from megagrpo.weights.selection.selected import Run, SelectedBlocks, SelectedBucket
+from megagrpo.weights.selection.selected import SelectedBlocks, SelectedBucket, SlotRun
 from megagrpo.weights.transports.base import SLOTS, Transport
-from megagrpo.wire.manifest import checksum_of
+from megagrpo.wire.bucket_manifest import checksum_of
 
 
 class SlotTransport(Transport):
@@ -81,7 +81,7 @@ class SlotTransport(Transport):
         for place, tensor in self.context.reader.read(transfer):
             self._put(bucket, slot, transfer, place, tensor)
 
-    def _put_runs(self, slot: int, runs: Sequence[Run], blocks: Sequence[torch.Tensor]) -> None:
+    def _put_runs(self, slot: int, runs: Sequence[SlotRun], blocks: Sequence[torch.Tensor]) -> None:
         """Copy blocks to their places."""
         for run, tensor in zip(runs, blocks, strict=True):
             self._memory[run.replica, slot][run.offset : run.offset + run.nbytes].copy_(

@@ -20,8 +20,8 @@ from megagrpo.weights.publisher import PublishError
 from megagrpo.weights.remote_publisher import RemotePublisher
 from megagrpo.weights.selection.base import Everything
 from megagrpo.weights.selection.changed_weights import Changes
+from megagrpo.wire.bucket_manifest import build_ack, open_tensors
 from megagrpo.wire.held_version import HeldVersion
-from megagrpo.wire.manifest import build_ack, open_tensors
 from megagrpo.wire.transfer_group import TransferGroup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "unit" / "weights"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megagrpo.algorithms.advantages import ADVANTAGES, PenaltySums, compute_advantages
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.errors import UserError
 
 REWARDS = torch.tensor(

@@ -6,7 +6,7 @@ import torch
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.algorithms.losses import LOSSES, LossInputs
 from megagrpo.algorithms.metrics import finalize_metrics
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.errors import ConfigError, UserError
 
 

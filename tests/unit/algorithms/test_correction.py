@@ -8,7 +8,7 @@ import torch
 from megagrpo.algorithms.algorithm_checks import check_logprobs
 from megagrpo.algorithms.correction import compute_correction
 from megagrpo.algorithms.metrics import finalize_metrics
-from megagrpo.config.algorithm import AlgorithmConfig, CorrectionConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig, CorrectionConfig
 from megagrpo.errors import UserError
 
 LENGTHS = [3, 1, 4]

@@ -26,7 +26,7 @@ def test_example_raises_the_probability_of_the_rewarded_token():
 def test_configuration_names_the_example_by_its_place():
     code = """
 from megagrpo.algorithms.algorithm import Algorithm
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 config = AlgorithmConfig(loss="examples/custom_algorithm.py:power_clip", loss_options={"power": 0.5})
 print(Algorithm(config, 4, 8).needs_old_logprobs)
 """

@@ -8,7 +8,7 @@ import torch
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.algorithms.kl import add_score_term, compute_k3, compute_kl_penalty, estimate_kl, update_kl_coef
 from megagrpo.algorithms.losses import LossInputs
-from megagrpo.config.algorithm import AlgorithmConfig, KLConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig, KLConfig
 
 FORMULAS = {"k1": lambda u: -u, "k2": lambda u: u * u / 2, "k3": lambda u: math.exp(u) - u - 1, "abs": abs}
 

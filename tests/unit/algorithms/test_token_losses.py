@@ -15,7 +15,7 @@ from megagrpo.algorithms.aggregation import aggregate_loss, compute_token_weight
 from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.algorithms.losses import LOSSES, LossInputs, LossOutput, register_loss
 from megagrpo.algorithms.metrics import finalize_metrics
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.errors import UserError
 
 LENGTHS = [1, 7, 4, 12, 3]

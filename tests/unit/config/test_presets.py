@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megagrpo.algorithms.algorithm import Algorithm
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.config.presets import PRESETS, apply_preset
 from megagrpo.errors import UserError
 

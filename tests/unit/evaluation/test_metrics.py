@@ -7,7 +7,7 @@ import pytest
 
 from megagrpo.errors import UserError
 from megagrpo.evaluation.evaluate import standard_error
-from megagrpo.evaluation.metrics import (
+from megagrpo.evaluation.score_metrics import (
     EVALUATION_METRICS,
     compute_pass_at_k,
     measure_pass_at_k,

@@ -18,7 +18,7 @@ MODULES = [
     "megagrpo.host.sglang.updates",
     "megagrpo.wire.counter_sampling",
     "megagrpo.wire.held_version",
-    "megagrpo.wire.manifest",
+    "megagrpo.wire.bucket_manifest",
     "megagrpo.wire.probe_requests",
     "megagrpo.wire.sglang_instructions",
     "megagrpo.wire.shared_files",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megagrpo.host.sglang import updates as updates_module
-from megagrpo.wire.manifest import BucketManifest, TensorEntry, build_ack, checksum_of
+from megagrpo.wire.bucket_manifest import BucketManifest, TensorEntry, build_ack, checksum_of
 from megagrpo.wire.sglang_instructions import (
     LOAD_FORMAT,
     checksums_body,
@@ -130,12 +130,12 @@ def test_a_failure_on_another_rank_loads_nothing_here(updates, tmp_path, monkeyp
     monkeypatch.setattr(
         updates,
         "gather",
-        lambda value, group: [value, "ManifestError: bad"] if not isinstance(value, dict) else [value],
+        lambda value, group: [value, "BucketError: bad"] if not isinstance(value, dict) else [value],
     )
     model = Model()
     assert updates.load_bucket(write_bucket(tmp_path, TENSORS).to_json(), model, None) == (
         False,
-        "nothing was loaded: engine rank 1: ManifestError: bad",
+        "nothing was loaded: engine rank 1: BucketError: bad",
     )
     assert not model.loaded
 

@@ -11,7 +11,7 @@ from megagrpo.algorithms.advantages import ADVANTAGES
 from megagrpo.algorithms.losses import LOSSES
 from megagrpo.engines import ENGINES
 from megagrpo.errors import UserError
-from megagrpo.evaluation.metrics import EVALUATION_METRICS
+from megagrpo.evaluation.score_metrics import EVALUATION_METRICS
 from megagrpo.models.families import load_all
 from megagrpo.models.family import FAMILIES
 from megagrpo.planning.contract_suites import SUITES

@@ -1,8 +1,8 @@
 """What a step's updates are reported by."""
 
 from megagrpo.policy.actor import AppliedUpdate
-from megagrpo.policy.metrics import compute_update_metrics
 from megagrpo.policy.update import UpdateResult
+from megagrpo.policy.update_metrics import compute_update_metrics
 
 
 def test_gradient_norms_of_several_updates_are_reported_by_mean_and_largest():

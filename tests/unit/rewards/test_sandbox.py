@@ -12,7 +12,13 @@ import pytest
 from megagrpo.errors import UserError
 from megagrpo.rewards import code
 from megagrpo.rewards.code_tests import is_same_output, is_same_result, read_tests
-from megagrpo.rewards.sandbox.run import NO_RESULT, Call, Limits, SandboxUnavailableError, run_program
+from megagrpo.rewards.sandbox.run_program import (
+    NO_RESULT,
+    FunctionCall,
+    Limits,
+    SandboxUnavailableError,
+    run_program,
+)
 from megagrpo.rewards.sandbox.system_calls import NUMBERS, build_filter
 
 LIMITS = Limits(wall_seconds=20.0, cpu_seconds=20)
@@ -29,14 +35,19 @@ def test_a_program_reads_its_input_and_what_it_prints_comes_back():
 
 def test_a_call_returns_its_result_through_json():
     program = "def pair(a, b=2):\n    return (a, 1 // b)"
-    calls = [Call("pair", [1], {"b": 3}), Call("pair", [1, 0]), Call("pair", [2, 1]), Call("other")]
+    calls = [
+        FunctionCall("pair", [1], {"b": 3}),
+        FunctionCall("pair", [1, 0]),
+        FunctionCall("pair", [2, 1]),
+        FunctionCall("other"),
+    ]
     outcome = run_program(program, LIMITS, calls=calls)
     assert (outcome.kind, outcome.results) == ("ok", [[1, 0], NO_RESULT, [2, 1], NO_RESULT])
 
 
 def test_calls_that_are_not_reached_have_no_result():
     program = "import os\ndef f(a):\n    return a if a < 2 else os._exit(0)"
-    assert run_program(program, LIMITS, calls=[Call("f", [a]) for a in (1, 2, 1)]).results == [
+    assert run_program(program, LIMITS, calls=[FunctionCall("f", [a]) for a in (1, 2, 1)]).results == [
         1,
         NO_RESULT,
         NO_RESULT,

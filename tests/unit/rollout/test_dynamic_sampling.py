@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.rollout.dynamic_sampling import collect_groups, count_outcomes
-from megagrpo.rollout.metrics import compute_rollout_metrics
+from megagrpo.rollout.rollout_metrics import compute_rollout_metrics
 from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts
 from megagrpo.types import Completion, Prompt, Reward
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.errors import UserError
 from megagrpo.rollout.dynamic_sampling import collect_groups
 from megagrpo.rollout.failed_scores import count_scores, failed_fractions, mean_parts

@@ -13,7 +13,7 @@ from megagrpo.engines.base import EngineError
 from megagrpo.engines.bucket_engine import check_acks
 from megagrpo.weights.acknowledgements import describe_difference
 from megagrpo.weights.transports.disk import lay_out_safetensors
-from megagrpo.wire.manifest import (
+from megagrpo.wire.bucket_manifest import (
     BucketManifest,
     TensorEntry,
     build_ack,

@@ -9,14 +9,14 @@ import torch
 
 from megagrpo.weights.plan.boxes import slices
 from megagrpo.weights.selection.change_tracker import BLOCK_ELEMENTS, compare
-from megagrpo.wire.held_version import HeldVersion
-from megagrpo.wire.manifest import (
+from megagrpo.wire.bucket_manifest import (
+    BucketError,
     BucketManifest,
-    ManifestError,
     TensorEntry,
     checksum_of,
     open_tensors,
 )
+from megagrpo.wire.held_version import HeldVersion
 
 
 def sent(tmp_path, old, new, places, grid):
@@ -81,11 +81,11 @@ def test_changes_to_a_tensor_that_is_not_there_or_another_are_refused(tmp_path):
     old, new = torch.zeros(100), torch.ones(100)
     manifest, _ = sent(tmp_path, old, new, [((0, 100),)], (100,))
     for current in (None, {}, {"w": torch.zeros(99)}, {"w": torch.zeros(100, dtype=torch.bfloat16)}):
-        with pytest.raises(ManifestError, match="'w'"):
+        with pytest.raises(BucketError, match="'w'"):
             list(open_tensors(manifest, 0, current))
     (entry,) = manifest.tensors
     patch = replace(entry.patches[0], start=50)
-    with pytest.raises(ManifestError, match="of 100"):
+    with pytest.raises(BucketError, match="of 100"):
         list(
             open_tensors(
                 replace(manifest, tensors=(replace(entry, patches=(patch, *entry.patches[1:])),)),
@@ -93,7 +93,7 @@ def test_changes_to_a_tensor_that_is_not_there_or_another_are_refused(tmp_path):
                 {"w": old},
             )
         )
-    with pytest.raises(ManifestError, match="checksum"):
+    with pytest.raises(BucketError, match="checksum"):
         list(open_tensors(replace(manifest, tensors=(replace(entry, checksum="00000001"),)), 0, {"w": old}))
 
 
@@ -110,19 +110,19 @@ def bucket_of(version, base):
 
 def test_changes_are_refused_by_an_engine_rank_that_does_not_hold_what_they_are_changes_to():
     held = HeldVersion()
-    with pytest.raises(ManifestError, match="changes to version 3 came, this engine rank holds version None"):
+    with pytest.raises(BucketError, match="changes to version 3 came, this engine rank holds version None"):
         held.check(bucket_of(4, 3))
     for version, base in ((3, None), (4, 3)):
         for _ in range(2):  # two buckets
             held.check(bucket_of(version, base))
             held.begin(version)
         held.commit(version)
-    with pytest.raises(ManifestError, match="changes to version 3 came, this engine rank holds version 4"):
+    with pytest.raises(BucketError, match="changes to version 3 came, this engine rank holds version 4"):
         held.check(bucket_of(5, 3))
     held.check(bucket_of(5, 4))
     held.begin(5)  # and no more of it comes
     with pytest.raises(
-        ManifestError, match="changes to version 4 came, this engine rank holds parts of version 5"
+        BucketError, match="changes to version 4 came, this engine rank holds parts of version 5"
     ):
         held.check(bucket_of(6, 4))
     held.check(bucket_of(6, None))

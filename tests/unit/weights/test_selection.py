@@ -13,7 +13,7 @@ from megagrpo.weights.selection.base import Everything
 from megagrpo.weights.selection.changed_weights import Changes
 from megagrpo.weights.selection.selected import NO_CHECKSUM, Region, SelectedBlocks, SelectedBucket
 from megagrpo.weights.transports.base import Transport
-from megagrpo.wire.manifest import Patch, TensorEntry
+from megagrpo.wire.bucket_manifest import Patch, TensorEntry
 
 
 def public_methods(kind: type) -> set[str]:

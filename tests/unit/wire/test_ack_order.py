@@ -2,7 +2,7 @@
 
 import torch
 
-from megagrpo.wire.manifest import BucketManifest, build_ack
+from megagrpo.wire.bucket_manifest import BucketManifest, build_ack
 
 
 def test_copies_on_an_accelerator_are_done_before_they_are_acknowledged(monkeypatch):

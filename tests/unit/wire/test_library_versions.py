@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megagrpo.wire import transfer_group
-from megagrpo.wire.manifest import ManifestError
+from megagrpo.wire.bucket_manifest import BucketError
 from megagrpo.wire.transfer_group import GroupAddress, TransferGroup, hold_store
 
 MEMBER = threading.local()
@@ -26,7 +26,7 @@ def join(monkeypatch):
             MEMBER.rank = rank
             try:
                 return TransferGroup(address, rank, store=store if rank == 0 else None)
-            except ManifestError as error:
+            except BucketError as error:
                 return str(error)
 
         with ThreadPoolExecutor(len(versions)) as pool:

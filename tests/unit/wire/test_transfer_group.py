@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megagrpo.wire.manifest import (
+from megagrpo.wire.bucket_manifest import (
+    BucketError,
     BucketManifest,
-    ManifestError,
     TensorEntry,
     checksum_of,
     open_tensors,
@@ -112,7 +112,7 @@ def test_a_rank_that_sends_nothing_is_named_in_time():
     _, engine = make_groups(1, 1, timeout_seconds=1.0)
     started = time.monotonic()
     with pytest.raises(
-        ManifestError,
+        BucketError,
         match=r"version 3: trainer rank 10 sent nothing: .*Timed out waiting "
         r"1000ms",
     ):
@@ -131,7 +131,7 @@ def test_a_member_that_leaves_is_noticed_at_once():
     trainer, engine = make_groups(1, 1, timeout_seconds=30.0)
     trainer.leave()
     started = time.monotonic()
-    with pytest.raises(ManifestError, match=r"trainer rank 10 sent nothing: .*closed by peer"):
+    with pytest.raises(BucketError, match=r"trainer rank 10 sent nothing: .*closed by peer"):
         engine.receive(MANIFEST)
     assert time.monotonic() - started < 5
 
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused_by_name(change, named):
         lambda: trainer.send(torch.zeros(16, dtype=torch.uint8), 0) if "other" not in named else None,
         lambda: engine.receive(replace(MANIFEST, **change)),
     )
-    with pytest.raises(ManifestError, match=named):
+    with pytest.raises(BucketError, match=named):
         raise refused
 
 

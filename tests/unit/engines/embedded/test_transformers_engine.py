@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.config.engine import build_engine_config
+from megagrpo.config.engine_sections import build_engine_config
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.embedded.transformers_engine import TransformersEngine
 from megagrpo.errors import UserError

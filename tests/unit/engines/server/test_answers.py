@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config.engine import build_engine_config
+from megagrpo.config.engine_sections import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.errors import UserError
 from megagrpo.types import Prompt, SamplingParams
-from megagrpo.wire.manifest import BucketManifest, TensorEntry
+from megagrpo.wire.bucket_manifest import BucketManifest, TensorEntry
 
 sys.path.insert(0, str(Path(__file__).parent))
 

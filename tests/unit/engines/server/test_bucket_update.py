@@ -9,7 +9,7 @@ from bucket_files import SHARED_MEMORY, bucket_file, fill_buckets
 from megagrpo.engines.base import EngineError, EngineState
 from megagrpo.engines.lifecycle import EngineLifecycle
 from megagrpo.engines.server.bucket_update import BucketUpdate
-from megagrpo.wire.manifest import BucketManifest, TensorEntry, build_ack, open_tensors
+from megagrpo.wire.bucket_manifest import BucketManifest, TensorEntry, build_ack, open_tensors
 
 SHAPES = {"a": torch.Size([2, 3]), "b": torch.Size([4])}
 

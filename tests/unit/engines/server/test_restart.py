@@ -2,12 +2,12 @@
 
 import pytest
 
-from megagrpo.config.engine import build_engine_config
+from megagrpo.config.engine_sections import build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.server import engine_server
 from megagrpo.engines.server.http_client import EngineClient, EngineUnreachable
-from megagrpo.wire.manifest import BucketManifest, TensorEntry
+from megagrpo.wire.bucket_manifest import BucketManifest, TensorEntry
 
 
 @pytest.fixture

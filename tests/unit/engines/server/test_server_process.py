@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megagrpo.config.engine import build_engine_config
+from megagrpo.config.engine_sections import build_engine_config
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.server.command import HOST_PATH, EnginePackage, ServerCommand
 from megagrpo.engines.server.engine_server import EngineServer
 from megagrpo.engines.server.http_client import Call
-from megagrpo.engines.server.process import ServerProcess
+from megagrpo.engines.server.server_process import ServerProcess
 from megagrpo.errors import UserError
 
 # Serves /health, once a child of its own is up; its pid and the child's are in the file named by PIDS.
@@ -125,7 +125,7 @@ def test_a_server_ends_with_its_children_when_the_one_who_started_it_is_killed(t
     script = f"""
     import sys, time
     from pathlib import Path
-    from megagrpo.engines.server.process import ServerProcess
+    from megagrpo.engines.server.server_process import ServerProcess
     log = Path({str(tmp_path / "log")!r})
     ServerProcess(lambda port: [sys.executable, "-c", {SERVER!r}, str(port)], {{}}, log)
     time.sleep(600)

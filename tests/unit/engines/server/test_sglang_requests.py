@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.config.engine import SglangServerConfig, build_engine_config
+from megagrpo.config.engine_sections import SglangServerConfig, build_engine_config
 from megagrpo.engines import ENGINES
 from megagrpo.engines.base import EngineError
 from megagrpo.engines.completion_rules import StopRule

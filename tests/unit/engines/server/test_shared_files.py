@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from megagrpo.engines.server.command import HOST_PATH
-from megagrpo.engines.server.process import ServerProcess
-from megagrpo.supervision.shared_memory import remove_orphans
+from megagrpo.engines.server.server_process import ServerProcess
+from megagrpo.supervision.orphaned_files import remove_orphans
 from megagrpo.wire.shared_files import SHARED_MEMORY, files_of_group
 
 # As vLLM's and SGLang's processes do: a file under a name of its own, mapped by a child; and one that was
@@ -38,7 +38,7 @@ time.sleep(600)
 OWNER = f"""
 import sys, time
 from pathlib import Path
-from megagrpo.engines.server.process import ServerProcess
+from megagrpo.engines.server.server_process import ServerProcess
 words = [sys.executable, "-c", {SERVER!r}, *sys.argv[1:4]]
 server = ServerProcess(lambda port: words, {{}}, Path(sys.argv[4]))
 server.wait_ready(Path(sys.argv[3]).is_file, 60)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megagrpo.errors import UserError
-from megagrpo.supervision.shared_memory import Ledger
+from megagrpo.supervision.orphaned_files import Ledger
 from megagrpo.wire.shared_files import LEDGER
 
 # The last line of a traceback, whatever a logger puts before it.

@@ -25,7 +25,7 @@ MAPPED_TRANSPORTS = ("shared_memory", "disk")
 LAYOUTS = ("full", "sharded")
 
 
-class ManifestError(ValueError):
+class BucketError(ValueError):
     """A bucket that is not what its manifest says; names the tensor and both values."""
 
 
@@ -67,10 +67,10 @@ class TensorEntry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype; raises ManifestError where torch has none of that name."""
+        """The dtype; raises BucketError where torch has none of that name."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ManifestError(f"weight {self.name!r}: {self.dtype!r} is not a torch dtype")
+            raise BucketError(f"weight {self.name!r}: {self.dtype!r} is not a torch dtype")
         return dtype
 
 
@@ -94,18 +94,16 @@ class BucketManifest:
         """Read `to_json`'s output.
 
         Raises:
-            ManifestError: not JSON, a field is missing or unknown, or the layout is none.
+            BucketError: not JSON, a field is missing or unknown, or the layout is none.
         """
         try:
             fields = json.loads(text)
             entries = [_read_entry_fields(entry) for entry in fields.pop("tensors")]
             manifest = cls(**fields, tensors=tuple(entries))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ManifestError(f"bucket manifest: not readable: {type(error).__name__}: {error}") from None
+            raise BucketError(f"bucket manifest: not readable: {type(error).__name__}: {error}") from None
         if manifest.layout not in LAYOUTS:
-            raise ManifestError(
-                f"bucket manifest: layout {manifest.layout!r} is none of {', '.join(LAYOUTS)}"
-            )
+            raise BucketError(f"bucket manifest: layout {manifest.layout!r} is none of {', '.join(LAYOUTS)}")
         return manifest
 
     def entries_for(self, rank: int) -> list[TensorEntry]:
@@ -132,17 +130,17 @@ def check_tensor(entry: TensorEntry, tensor: torch.Tensor, shape: tuple[int, ...
     entry's, or not finite.
 
     Raises:
-        ManifestError: shape, dtype or checksum differ (both values are named), or a value is NaN or infinite.
+        BucketError: shape, dtype or checksum differ (both values are named), or a value is NaN or infinite.
     """
     shape = entry.shape if shape is None else shape
     if tuple(tensor.shape) != shape or tensor.dtype != entry.torch_dtype:
         received, announced = f"{tensor.dtype} {list(tensor.shape)}", f"torch.{entry.dtype} {list(shape)}"
-        raise ManifestError(f"weight {entry.name!r}: {received} received, the manifest says {announced}")
+        raise BucketError(f"weight {entry.name!r}: {received} received, the manifest says {announced}")
     found = checksum_of(tensor)
     if found != entry.checksum:
-        raise ManifestError(f"weight {entry.name!r}: checksum {found}, the sender's is {entry.checksum}")
+        raise BucketError(f"weight {entry.name!r}: checksum {found}, the sender's is {entry.checksum}")
     if not is_finite(tensor):
-        raise ManifestError(f"weight {entry.name!r}: holds values that are not finite")
+        raise BucketError(f"weight {entry.name!r}: holds values that are not finite")
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -168,7 +166,7 @@ def open_tensors(
         memory: the bucket's, where this process received it (transfer_group); None: it is opened.
 
     Raises:
-        ManifestError: the transport is none that is opened here, the file is missing or too short, or
+        BucketError: the transport is none that is opened here, the file is missing or too short, or
             `check_tensor` refuses a tensor.
     """
     memory = open_memory(manifest) if memory is None else memory
@@ -178,7 +176,7 @@ def open_tensors(
         elif not entry.patches:
             continue
         elif current is None or entry.name not in current:
-            raise ManifestError(
+            raise BucketError(
                 f"weight {entry.name!r}: its changes were sent, but engine rank {rank} has "
                 "no older version of it"
             )
@@ -191,7 +189,7 @@ def open_memory(manifest: BucketManifest) -> torch.Tensor:
     handle opens.
 
     Raises:
-        ManifestError: the transport is none that is read here, or the file or the memory is not there.
+        BucketError: the transport is none that is read here, or the file or the memory is not there.
     """
     try:
         if manifest.transport in MAPPED_TRANSPORTS:
@@ -204,10 +202,10 @@ def open_memory(manifest: BucketManifest) -> torch.Tensor:
             return _open_cuda_memory(manifest.location)
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         where = manifest.location.get("path", manifest.transport)
-        raise ManifestError(
+        raise BucketError(
             f"bucket of version {manifest.version}: {where}: {type(error).__name__}: {error}"
         ) from None
-    raise ManifestError(
+    raise BucketError(
         f"bucket manifest: transport {manifest.transport!r} is none of {', '.join(MAPPED_TRANSPORTS)}, ipc"
     )
 
@@ -253,12 +251,12 @@ def apply_patches(entry: TensorEntry, memory: torch.Tensor, current: torch.Tenso
     """Return a copy of `current` with the blocks that changed.
 
     Raises:
-        ManifestError: shape or dtype is another, a patch goes beyond the tensor, or `read_entry` refuses the
+        BucketError: shape or dtype is another, a patch goes beyond the tensor, or `read_entry` refuses the
             blocks.
     """
     if tuple(current.shape) != entry.shape or current.dtype != entry.torch_dtype:
         have = f"{current.dtype} {list(current.shape)}"
-        raise ManifestError(
+        raise BucketError(
             f"weight {entry.name!r}: changes of torch.{entry.dtype} {list(entry.shape)}, "
             f"the engine rank has {have}"
         )
@@ -270,7 +268,7 @@ def apply_patches(entry: TensorEntry, memory: torch.Tensor, current: torch.Tenso
     for patch, mask, blocks in zip(patches, masks, sent.split(counts), strict=True):
         end = patch.start + (patch.rows - 1) * patch.stride + patch.blocks * patch.length
         if patch.start < 0 or end > tensor.numel():
-            raise ManifestError(f"weight {entry.name!r}: a patch ends at element {end} of {tensor.numel()}")
+            raise BucketError(f"weight {entry.name!r}: a patch ends at element {end} of {tensor.numel()}")
         size, stride = (patch.rows, patch.blocks, patch.length), (patch.stride, patch.length, 1)
         tensor.view(-1).as_strided(size, stride, patch.start)[mask.to(tensor.device)] = blocks.view(
             -1, patch.length
@@ -282,7 +280,7 @@ def read_entry(entry: TensorEntry, memory: torch.Tensor, count: int, shape: tupl
     """Return `count` elements of a bucket's memory (bytes) as a view of a shape, checked."""
     size = entry.torch_dtype.itemsize
     if count * size != entry.nbytes or not 0 <= entry.offset <= len(memory) - entry.nbytes:
-        raise ManifestError(
+        raise BucketError(
             f"weight {entry.name!r}: {list(shape)} {entry.dtype} is {count * size} bytes, "
             f"the manifest says {entry.nbytes} at {entry.offset} of a bucket of {len(memory)}"
         )

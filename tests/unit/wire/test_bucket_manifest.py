@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megagrpo.engines.server.command import HOST_PATH
-from megagrpo.wire import manifest as manifest_module
-from megagrpo.wire.manifest import (
+from megagrpo.wire import bucket_manifest as manifest_module
+from megagrpo.wire.bucket_manifest import (
+    BucketError,
     BucketManifest,
-    ManifestError,
     TensorEntry,
     build_ack,
     checksum_of,
@@ -91,7 +91,7 @@ def test_an_ack_carries_version_checksums_and_bytes(bucket):
 
 def test_a_checksum_that_differs_is_refused_with_both_values(bucket):
     manifest, tensors = bucket
-    with pytest.raises(ManifestError, match=f"'b.weight'.*{checksum_of(tensors['b.weight'])}.*deadbeef"):
+    with pytest.raises(BucketError, match=f"'b.weight'.*{checksum_of(tensors['b.weight'])}.*deadbeef"):
         list(open_tensors(altered(manifest, "b.weight", checksum="deadbeef")))
 
 
@@ -102,7 +102,7 @@ def test_a_tensor_that_is_not_finite_is_refused_by_name(bucket, value):
     raw = bytearray(path.read_bytes())
     raw[4:8] = np.float32(value).tobytes()
     path.write_bytes(raw)
-    with pytest.raises(ManifestError, match=r"'a.weight'.*not finite"):
+    with pytest.raises(BucketError, match=r"'a.weight'.*not finite"):
         list(open_tensors(altered(manifest, "a.weight", checksum=f"{zlib.crc32(raw[:48]):08x}")))
 
 
@@ -123,15 +123,15 @@ def test_fp8_nan_is_found():
 )
 def test_an_entry_that_does_not_fit_its_bucket_is_refused(bucket, changes, message):
     manifest, _ = bucket
-    with pytest.raises(ManifestError, match=message):
+    with pytest.raises(BucketError, match=message):
         list(open_tensors(altered(manifest, "a.weight", **changes)))
 
 
 def test_a_missing_bucket_is_named(bucket):
     manifest, _ = bucket
-    with pytest.raises(ManifestError, match=r"version 3.*no/such"):
+    with pytest.raises(BucketError, match=r"version 3.*no/such"):
         list(open_tensors(replace(manifest, location={"path": "no/such"})))
-    with pytest.raises(ManifestError, match="version 3"):
+    with pytest.raises(BucketError, match="version 3"):
         list(open_tensors(replace(manifest, location={})))
 
 
@@ -145,14 +145,14 @@ def test_a_missing_bucket_is_named(bucket):
     ],
 )
 def test_a_broken_manifest_is_refused(text):
-    with pytest.raises(ManifestError, match="bucket manifest"):
+    with pytest.raises(BucketError, match="bucket manifest"):
         BucketManifest.from_json(text)
 
 
 def test_an_engine_process_reads_buckets_without_importing_the_trainer(bucket):
     manifest, _ = bucket
     script = (
-        "import sys; from megagrpo.wire.manifest import *; m = BucketManifest.from_json(sys.argv[1])\n"
+        "import sys; from megagrpo.wire.bucket_manifest import *; m = BucketManifest.from_json(sys.argv[1])\n"
         "list(open_tensors(m)); print(build_ack(m)['bytes'])"
     )
     run = subprocess.run(
@@ -221,12 +221,12 @@ def test_gpu_memory_is_opened_on_the_gpu_that_it_lies_on(bucket, monkeypatch):
         "event_sync_required",
     )
     assert [fields[name] for name in names] == [512, 64, b"r", 3, b"e", True]
-    with pytest.raises(ManifestError, match="gpu-7"):
+    with pytest.raises(BucketError, match="gpu-7"):
         list(open_tensors(replace(by_handle, location={**by_handle.location, "device": "gpu-7"})))
 
 
 def test_a_handle_that_opens_nothing_is_refused(bucket):
     manifest, _ = bucket
     for transport, location in (("ipc", {"device": "gpu-0"}), ("ipc", {}), ("pigeon", {})):
-        with pytest.raises(ManifestError, match=r"version 3|pigeon"):
+        with pytest.raises(BucketError, match=r"version 3|pigeon"):
             list(open_tensors(replace(manifest, transport=transport, location=location)))

@@ -12,13 +12,13 @@ from vllm.platforms import current_platform
 
 from megagrpo.host.vllm import transfer
 from megagrpo.host.vllm.reload import LayerwiseReload
+from megagrpo.wire.bucket_manifest import BucketError, BucketManifest, build_ack, open_tensors
 from megagrpo.wire.held_version import HeldVersion
-from megagrpo.wire.manifest import BucketManifest, ManifestError, build_ack, open_tensors
 
 if current_platform.is_cpu():
-    from megagrpo.host.vllm import cpu
+    from megagrpo.host.vllm import cpu_fixes
 
-    cpu.apply_fixes()
+    cpu_fixes.apply_fixes()
 
 transfer.register()
 
@@ -72,9 +72,9 @@ class WeightReceiver:
                     if of_version == int(version)
                     else "none came"
                 )
-                raise ManifestError(f"weight version {version}: {lacks}")
+                raise BucketError(f"weight version {version}: {lacks}")
             if current_platform.is_cpu():
-                cpu.pack_weights(self._model())
+                cpu_fixes.pack_weights(self._model())
             self._held.commit(int(version))
             self._weight_update = None
             return {"rank": self.rank, "version": int(version)}
@@ -154,9 +154,9 @@ class WeightReceiver:
         parameters = dict(self._model().named_parameters())
         for name, tensor in tensors:
             if name not in parameters:
-                raise ManifestError(f"weight {name!r}: engine rank {self.rank} has no such parameter")
+                raise BucketError(f"weight {name!r}: engine rank {self.rank} has no such parameter")
             if parameters[name].shape != tensor.shape:
-                raise ManifestError(
+                raise BucketError(
                     f"weight {name!r}: shape {tuple(tensor.shape)}, that of engine rank {self.rank} is "
                     f"{tuple(parameters[name].shape)}"
                 )
@@ -167,4 +167,4 @@ class WeightReceiver:
 
 def _describe(error: Exception) -> dict[str, Any]:
     text = " ".join(str(error).split())
-    return {"error": text if isinstance(error, ManifestError) else f"{type(error).__name__}: {text}"}
+    return {"error": text if isinstance(error, BucketError) else f"{type(error).__name__}: {text}"}

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from megagrpo.supervision.shared_memory import remove_orphans
+from megagrpo.supervision.orphaned_files import remove_orphans
 from megagrpo.weights.transports.mapped_file import MappedFile
 
 MAKER = (

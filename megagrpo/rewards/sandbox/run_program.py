@@ -26,7 +26,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function of the program and what it is called with."""
 
     name: str
@@ -58,7 +58,7 @@ def check_sandbox() -> None:
             raise SandboxUnavailableError(_read(errors).strip())
 
 
-def run_program(program: str, limits: Limits, stdin: str = "", calls: Sequence[Call] = ()) -> Outcome:
+def run_program(program: str, limits: Limits, stdin: str = "", calls: Sequence[FunctionCall] = ()) -> Outcome:
     """Run `program` with `stdin`, then the calls in their order, in a folder of its own that is removed.
 
     The program reads its interpreter and writes its folder; it starts no process and reaches no network. What
@@ -83,7 +83,7 @@ def run_program(program: str, limits: Limits, stdin: str = "", calls: Sequence[C
 def _run(
     program: str,
     stdin: str,
-    calls: Sequence[Call],
+    calls: Sequence[FunctionCall],
     limits: Limits,
     output: IO[bytes],
     result: IO[bytes],
