@@ -55,7 +55,8 @@ def reward_ascii(completions) -> list[float | None]:
 
 async def reward_judge(prompts, completions) -> list[float]:
     """Ask a judge about all completions at once. Put your client in the place of `ask`; a TimeoutError or
-    ConnectionError of it counts as a failed score. Its key reaches it by `rewards.environment: [JUDGE_KEY]`.
+    ConnectionError of it counts as a failed score. `rewards.network: true` lets it reach the judge, and
+    `rewards.environment: [JUDGE_KEY]` gives it the key.
     """
 
     async def ask(prompt: str, completion: str) -> float:

@@ -71,7 +71,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def score_cases(
-    name: str, options: dict[str, Any], cases: Sequence[Case], timeout_seconds: float
+    name: str, options: dict[str, Any], cases: Sequence[Case], timeout_seconds: float, network: bool = False
 ) -> list[tuple[Case, Reward, float]]:
     """Return each case with its reward and the seconds that it took, in worker processes as in a run."""
     groups: dict[str, list[Case]] = defaultdict(list)
@@ -83,6 +83,7 @@ def score_cases(
             functions=[{"name": name, "options": json.loads(shown)}],
             timeout_seconds=timeout_seconds,
             outage_seconds=1e9,  # cases may all be hopeless
+            network=network,
         )
         with RewardPool(config) as pool:
             for case in group:
@@ -134,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--options", type=json.loads, default={}, help="the reward's options, JSON")
     parser.add_argument("--timeout-seconds", type=float, default=10.0)
+    parser.add_argument("--network", action="store_true", help="as rewards.network: true")
     parser.add_argument("--show", type=int, default=20, help="misjudged cases to print")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     given = parser.parse_args(arguments)
@@ -145,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cases = [case for path in paths for case in read_cases(path)]
             if not cases:
                 raise UserError(f"{name}: there are no built-in cases for it; give some by --cases FILE")
-            scored = score_cases(name, given.options, cases, given.timeout_seconds)
+            scored = score_cases(name, given.options, cases, given.timeout_seconds, given.network)
             rows += tally(name, scored)
             _show(scored, given.show)
     except (UserError, OSError) as error:

@@ -117,7 +117,7 @@ class RewardsConfig(Section):
         8.0, description="address space of a reward process, and of each process that it starts"
     )
     network: Annotated[bool, FREE] = Field(
-        True, description="false: reward processes reach no network (needs Linux user namespaces)"
+        False, description="true: reward code reaches the network, as a judge behind HTTP must be"
     )
     environment: Annotated[tuple[str, ...], FREE] = Field(
         (), description="environment variables for reward processes beside PATH, HOME, LANG and the like"

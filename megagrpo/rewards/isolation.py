@@ -11,9 +11,7 @@ import signal
 import sys
 from collections.abc import Iterable
 
-# linux/prctl.h and linux/sched.h
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 # What a worker's environment may hold, beside what the configuration names: how to find programs, libraries
 # and temporary folders, and how to write text. No credentials, no addresses.
@@ -62,29 +60,6 @@ def limit_memory(num_bytes: int) -> None:
         num_bytes = min(num_bytes, allowed)
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def leave_network() -> None:
-    """Move into a network of its own with no interface up. The process must have one thread only.
-
-    The user namespace that this takes also keeps it from tracing the user's other processes and from reading
-    their environment.
-
-    Raises:
-        OSError: the kernel or the container does not allow it.
-    """
-    user, group = os.getuid(), os.getgid()
-    if sys.platform != "linux":
-        raise OSError(f"{sys.platform} has no network namespaces")
-    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{user} {user} 1"),
-        ("gid_map", f"{group} {group} 1"),
-    ):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
 
 
 def _prctl(option: int, value: int) -> None:

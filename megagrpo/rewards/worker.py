@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from megagrpo.errors import UserError
 from megagrpo.rewards.frames import read_frame, write_frame
-from megagrpo.rewards.isolation import end_with_parent, leave_network, limit_memory
+from megagrpo.rewards.isolation import end_with_parent, limit_memory
+from megagrpo.rewards.network import NetworkWatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,22 +34,30 @@ def serve(keeper: int, memory_bytes: int, network: bool) -> None:
     pool = _take_socket()
     problem = ""
     limit_memory(memory_bytes)
+    watch = NetworkWatch()
     try:
         if not network:
-            leave_network()
+            watch.leave()
     except OSError as error:
-        problem = f"rewards.network: false: is not possible on this machine: {error}"
-    # here, because numpy starts threads, and a process with threads can't leave the network
+        problem = (
+            f"rewards.network: false: the network can't be taken from reward code on this machine ({error}); "
+            "rewards.network: true leaves it"
+        )
+    # here, because numpy starts threads, which would keep the network
     from megagrpo.rewards.messages import Ready, Refused, decode_request, decode_setup, encode_reply
 
     try:
         setup = decode_setup(read_frame(pool))
         sys.path.extend(folder for folder in setup.search_path if folder not in sys.path)
-        scorers = Refused(problem) if problem else _build(setup)
+        scorers = Refused(problem) if problem else _build(setup, watch)
         write_frame(pool, encode_reply(scorers if isinstance(scorers, Refused) else Ready()))
         while isinstance(scorers, list):
             request = decode_request(read_frame(pool))
-            write_frame(pool, encode_reply(_answer(scorers[request.reward], request, memory_bytes)))
+            reply = _answer(scorers[request.reward], request, memory_bytes)
+            if said := watch.explain():
+                name, prompt = setup.rewards[request.reward].name, request.prompts[0].id
+                reply = Refused(f"reward {name!r}, prompt {prompt}: {said}")
+            write_frame(pool, encode_reply(reply))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the pool is closed
 
@@ -61,12 +70,18 @@ def _take_socket() -> int:
     return pool
 
 
-def _build(setup: "Setup") -> "list[Scorer] | Refused":
+def _build(setup: "Setup", watch: NetworkWatch) -> "list[Scorer] | Refused":
     from megagrpo.rewards.build import build_scorer
     from megagrpo.rewards.messages import Refused
 
     try:
-        scorers = [build_scorer(spec) for spec in setup.rewards]
+        scorers = []
+        for spec in setup.rewards:
+            try:
+                scorers.append(build_scorer(spec))
+            finally:  # what reached for the network may have failed by that
+                if said := watch.explain():
+                    raise UserError(f"reward {spec.name!r}: {said}")
         for place, columns in setup.columns.items():
             _check_columns(place, columns, scorers)
         return scorers

@@ -13,7 +13,7 @@ _PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_FILE = (
     1 << bit for bit in (0, 1, 2, 3, 5, 8)
 )
-_TRUNCATE = 1 << 14
+REFER, _TRUNCATE = 1 << 13, 1 << 14
 # number of rights that each version of the interface knows; later ones know no fewer
 _KNOWN_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
@@ -33,17 +33,32 @@ def confine_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     Raises:
         OSError: the kernel does not offer it.
     """
+    libc = open_libc()
+    version = find_version(libc)
+    rights = (1 << _KNOWN_RIGHTS.get(version, _KNOWN_RIGHTS[max(_KNOWN_RIGHTS)])) - 1
+    rules = [(path, _READ) for path in readable] + [(path, _WRITE & rights) for path in writable]
+    enter_domain(libc, struct.pack("Q", rights), rules)
+
+
+def open_libc() -> ctypes.CDLL:
+    """Return the C library, whose `syscall` keeps errno."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    version = _call(libc, _CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
-    rights = (1 << _KNOWN_RIGHTS.get(version, _KNOWN_RIGHTS[max(_KNOWN_RIGHTS)])) - 1
-    attribute = ctypes.create_string_buffer(struct.pack("Q", rights))
-    ruleset = _call(libc, _CREATE_RULESET, attribute, ctypes.c_size_t(8), ctypes.c_uint32(0))
+    return libc
+
+
+def find_version(libc: ctypes.CDLL) -> int:
+    """Return the version of the kernel's interface, 1 or more; raises OSError where it has none."""
+    return _call(libc, _CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+
+
+def enter_domain(libc: ctypes.CDLL, attribute: bytes, rules: Iterable[tuple[str, int]]) -> None:
+    """Confine this process by a ruleset (struct landlock_ruleset_attr) and its rules: (path, rights)."""
+    buffer = ctypes.create_string_buffer(attribute, len(attribute))
+    ruleset = _call(libc, _CREATE_RULESET, buffer, ctypes.c_size_t(len(attribute)), ctypes.c_uint32(0))
     try:
-        for path in readable:
-            _allow(libc, ruleset, path, _READ)
-        for path in writable:
-            _allow(libc, ruleset, path, _WRITE & rights)
+        for path, rights in rules:
+            _allow(libc, ruleset, path, rights)
         if libc.prctl(*(ctypes.c_ulong(argument) for argument in (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         _call(libc, _RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0))

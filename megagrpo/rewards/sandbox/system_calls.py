@@ -9,6 +9,7 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Collection
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 _ALLOW, _KILL_PROCESS, _FAIL_WITH = 0x7FFF0000, 0x80000000, 0x00050000
@@ -94,8 +95,16 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _OWN_PROCESS_ALONE = ("kill", "tgkill")
 
 
-def build_filter(machine: str, process_id: int) -> bytes:
+def build_filter(
+    machine: str, process_id: int, names: Collection[str] = tuple(NUMBERS), families: Collection[int] = ()
+) -> bytes:
     """Return the BPF program for a machine and the process that it will confine.
+
+    Args:
+        machine: `platform.machine()`.
+        process_id: the process, which may send signals to itself.
+        names: the calls that are refused, all of them or with some arguments.
+        families: of sockets that may be opened even where `socket` is refused.
 
     Raises:
         OSError: the machine's numbers are not known.
@@ -109,8 +118,8 @@ def build_filter(machine: str, process_id: int) -> bytes:
     program.append(_do(_LOAD, _NUMBER))
     if machine == "x86_64":
         program += _where(_IF_AT_LEAST, _X32, [_do(_RETURN, _KILL_PROCESS)])
-    for name, numbers in NUMBERS.items():
-        number = numbers[column]
+    for name in names:
+        number = NUMBERS[name][column]
         if number is None:
             continue
         answer = refuse
@@ -118,6 +127,9 @@ def build_filter(machine: str, process_id: int) -> bytes:
             answer = [_load_argument(0), *_where(_IF_ANY_BIT, _CLONE_THREAD, allow), *refuse]
         elif name == "clone3":  # its flags lie behind a pointer; libc falls back to clone
             answer = [_do(_RETURN, _FAIL_WITH | errno.ENOSYS)]
+        elif name == "socket":
+            allowed = [part for family in families for part in _where(_IF_EQUAL, family, allow)]
+            answer = [_load_argument(0), *allowed, *refuse]
         elif name in _OWN_PROCESS_ALONE:
             answer = [_load_argument(0), *_where(_IF_EQUAL, process_id, allow), *refuse]
         elif name == "prlimit64":  # reading a limit is allowed: no new one is given
@@ -127,13 +139,16 @@ def build_filter(machine: str, process_id: int) -> bytes:
     return b"".join([*program, *allow])
 
 
-def refuse_system_calls() -> None:
-    """Confine this process, and all its threads to come, for good.
+def refuse_system_calls(names: Collection[str] = tuple(NUMBERS), families: Collection[int] = ()) -> None:
+    """Confine this process, and all its threads and processes to come, for good.
+
+    Args:
+        names, families: as for `build_filter`.
 
     Raises:
         OSError: the kernel or the machine does not offer it.
     """
-    code = build_filter(platform.machine(), os.getpid())
+    code = build_filter(platform.machine(), os.getpid(), names, families)
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(code, len(code))
     # struct sock_fprog: number of instructions, padding, pointer

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import struct
 import threading
 import time
@@ -216,6 +217,17 @@ def test_the_filter_refuses_what_it_lists_and_allows_the_rest(machine, column, a
     assert run_filter(program, 0x40000003, 1) == 0x80000000  # 32-bit calls have other numbers
     if machine == "x86_64":
         assert run_filter(program, audit, 0x40000000 + 57) == 0x80000000
+
+
+def test_a_filter_of_sockets_allows_the_named_families_and_every_other_call():
+    program = build_filter("x86_64", 77, ["socket", "ptrace"], [socket.AF_UNIX])
+    answers = {
+        family: run_filter(program, 0xC000003E, NUMBERS["socket"][0], family)
+        for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_VSOCK)
+    }
+    assert {family for family, answer in answers.items() if answer == 0x7FFF0000} == {socket.AF_UNIX}
+    assert run_filter(program, 0xC000003E, NUMBERS["ptrace"][0]) == 0x00050001
+    assert run_filter(program, 0xC000003E, NUMBERS["fork"][0]) == 0x7FFF0000
 
 
 @pytest.mark.parametrize(
