@@ -111,25 +111,27 @@ def test_a_follower_generates_what_its_owner_published(build_engine, prompts, mo
 
 @pytest.fixture
 def requests_on_their_way(prompts, model):
-    """A function (engine) -> (thread, list that gets its completions): a generate() that is in the middle of
-    many completions under version 1 of `model`.
+    """A function (engine) -> (thread, list that gets each prompt with its group): a generate() that is in the
+    middle of many completions under version 1 of `model`.
     """
-
-    def ask(engine, result, max_new_tokens, indices):
-        sampling = params(max_new_tokens=max_new_tokens)
-        thread = threading.Thread(target=lambda: result.append(engine.generate(prompts, sampling, indices)))
-        thread.start()
-        return thread
 
     def start(engine):
         publish(engine, model, version=1)
         result = []
-        short = ask(engine, [], 10, range(200, 232))
-        time.sleep(0.05)
-        thread = ask(engine, result, 100, range(96))
-        # servers take requests in the order in which they come, and decode those that they have taken side by
-        # side: what is 10 tokens long ends before what is 100 tokens long and came later
-        short.join()
+        first_group = threading.Event()
+
+        def ask():
+            # twice what the server decodes at once, in small groups of unequal length: when the first group
+            # is whole, others are on their way and some wait for their place
+            asked = prompts * 8
+            groups = engine.generate(
+                asked, params(max_new_tokens=100), range(16), on_group=lambda *group: first_group.set()
+            )
+            result.extend(zip(asked, groups, strict=True))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert first_group.wait(120)
         return thread, result
 
     return start
@@ -148,7 +150,7 @@ def test_a_request_on_its_way_goes_on_under_the_new_weights_and_says_from_which_
     thread.join()
     expected = {1: model, 2: other_model}
     spans = set()
-    for prompt, group in zip(prompts, result[0], strict=True):
+    for prompt, group in result:
         for completion in group:
             starts = [start for start, _ in completion.weight_versions] + [len(completion.token_ids)]
             for (start, version), end in zip(completion.weight_versions, starts[1:], strict=True):
@@ -198,7 +200,7 @@ def test_a_version_that_is_not_verified_answers_the_probe_alone(
     assert engine.weight_version == 2
     versions = {
         tuple(version for _, version in completion.weight_versions)
-        for group in result[0]
+        for _, group in result
         for completion in group
     }
     assert versions <= {(1,), (1, 2), (2,)} and (1, 2) in versions
@@ -217,10 +219,10 @@ def test_a_version_that_fails_its_probe_never_serves_and_the_next_one_heals(
     engine.abort_update()  # what the publisher does where engine and trainer disagree
     thread.join()
     served = {
-        version for group in result[0] for completion in group for _, version in completion.weight_versions
+        version for _, group in result for completion in group for _, version in completion.weight_versions
     }
     assert served == {1}
-    assert "abort" in {completion.finish_reason for group in result[0] for completion in group}
+    assert "abort" in {completion.finish_reason for _, group in result for completion in group}
     assert engine.weight_version is None and engine.health().state == "stale"
     with pytest.raises(EngineError, match="stale"):
         engine.generate(prompts, params(), range(2))
