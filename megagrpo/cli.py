@@ -166,7 +166,10 @@ def _run(
     num_nodes = nodes.count if nodes else 1
     config, num_ranks = prepare_run(path, overrides, nproc, num_nodes=num_nodes)
     make_run_folder(Path(config.run.dir))
-    print(f"starting {describe_ranks(config, num_ranks)}: {config.run.steps} steps of {path}", flush=True)
+    print(
+        f"starting {describe_ranks(config.parallel, num_ranks)}: {config.run.steps} steps of {path}",
+        flush=True,
+    )
     engines_are_local = {urlsplit(each).hostname for each in config.engine.given_addresses} <= LOOPBACK_NAMES
     return launch.run(
         [str(path), *overrides],

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.checkpoint.carried import RandomStates
 from megagrpo.checkpoint.resume import check_config
 from megagrpo.checkpoint.run_checkpoints import RunCheckpoints
 from megagrpo.checkpoint.state import Stateful, StateOfNumbers, StateOfRanks
 from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
+from megagrpo.config.rollout_sections import EvaluationSetConfig
 from megagrpo.config.schema import Config
 from megagrpo.device.device import finish_queued_work
 from megagrpo.device.environment import describe_crowding
@@ -22,13 +24,17 @@ from megagrpo.errors import StopRequested, UserError
 from megagrpo.evaluation.evaluator import Evaluator
 from megagrpo.models.hf_export import export_dtype, staging_folder, write_hf_folder
 from megagrpo.parallel.groups import all_reduce_flag, destroy_groups
+from megagrpo.policy.actor import Actor
 from megagrpo.policy.guarded_update import GuardedUpdate
 from megagrpo.policy.logprob_gap import LogprobGapGate, warning_bound
+from megagrpo.policy.reference import Reference
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update import PolicyUpdater
 from megagrpo.policy.update_gate import UpdateGate
 from megagrpo.rollout.data_identity import describe_data, describe_other_held_out
-from megagrpo.session import Session, build_session
+from megagrpo.rollout.generation import RolloutGenerator
+from megagrpo.rollout.pipeline import RolloutPipeline
+from megagrpo.session import build_session
 from megagrpo.supervision.supervisor import Supervisor
 from megagrpo.telemetry.activity import Activity
 from megagrpo.telemetry.clock import RunClock
@@ -37,7 +43,11 @@ from megagrpo.telemetry.model_card import write_model_card
 from megagrpo.telemetry.recorder import NullRecorder, Recorder
 from megagrpo.telemetry.timers import PhaseTimers
 from megagrpo.trainer import Trainer
+from megagrpo.types import Prompt
 from megagrpo.weights.export import WeightExporter
+
+HeldOut = list[tuple[EvaluationSetConfig, list[Prompt]]]
+"""Sets of prompts that are evaluated and never trained on."""
 
 
 def run_training(
@@ -57,17 +67,7 @@ def run_training(
     supervisor = supervisor or Supervisor(run_dir, config.watchdog)
     is_first = os.environ.get("RANK", "0") == "0"
     activity = display.activity if display else Activity(config.run.steps)
-    recorder = NullRecorder()
-    if is_first:
-        display = display or Display(activity)
-        recorder = Recorder(
-            run_dir,
-            config.run.steps,
-            config.telemetry,
-            dump_config(config),
-            display,
-            on_summary=partial(_write_card, config),
-        )
+    recorder = build_recorder(config, display or Display(activity)) if is_first else NullRecorder()
     if crowding := describe_crowding(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         recorder.note(crowding)
     timers = PhaseTimers(
@@ -91,14 +91,25 @@ def run_training(
         )
     try:
         update = build_update(config, session.updater, stop_if_asked, recorder)
-        checkpoints = build_checkpoints(config, session, update.gate, recorder)
+        checkpoints = build_checkpoints(
+            config,
+            actor=session.actor,
+            reference=session.reference,
+            pipeline=session.pipeline,
+            algorithm=session.algorithm,
+            gate=update.gate,
+            held_out=session.evaluation_prompts,
+            tokenizer=session.tokenizer,
+            exporter=session.publisher.exporter,
+            recorder=recorder,
+        )
         supervisor.training_begins(session.generator.give_up, before_leaving=checkpoints.keep)
         Trainer(
             num_steps=config.run.steps,
             pipeline=session.pipeline,
             update=update,
             publisher=session.publisher,
-            evaluator=build_evaluator(config, session),
+            evaluator=build_evaluator(config, session.generator, session.evaluation_prompts),
             checkpoints=checkpoints,
             recorder=recorder,
             timers=timers,
@@ -117,6 +128,23 @@ def run_training(
         raise
     finally:
         session.close()
+
+
+def build_recorder(config: Config, display: Display) -> Recorder:
+    """Return what the first rank records, with the model card of an export at the end."""
+
+    def write_card(summary: Mapping[str, Any]) -> None:
+        if config.run.export_hf:
+            write_model_card(Path(config.run.dir) / "hf", config, summary)
+
+    return Recorder(
+        Path(config.run.dir),
+        config.run.steps,
+        config.telemetry,
+        dump_config(config),
+        display,
+        on_summary=write_card,
+    )
 
 
 def build_update(
@@ -138,35 +166,39 @@ def build_update(
     )
 
 
-def build_evaluator(config: Config, session: Session) -> Evaluator:
+def build_evaluator(config: Config, generator: RolloutGenerator, held_out: HeldOut) -> Evaluator:
     """Return the run's held-out evaluations."""
-    return Evaluator(
-        session.generator,
-        session.evaluation_prompts,
-        config.rollout,
-        config.run.seed,
-        config.evaluation.every,
-        config.run.steps,
-    )
+    every, steps = config.evaluation.every, config.run.steps
+    return Evaluator(generator, held_out, config.rollout, config.run.seed, every, steps)
 
 
 def build_checkpoints(
-    config: Config, session: Session, gate: UpdateGate, recorder: NullRecorder
+    config: Config,
+    *,
+    actor: Actor,
+    reference: Reference | None,
+    pipeline: RolloutPipeline,
+    algorithm: Algorithm,
+    gate: UpdateGate,
+    held_out: HeldOut,
+    tokenizer: Any,
+    exporter: WeightExporter,
+    recorder: NullRecorder,
 ) -> RunCheckpoints:
     """Return the run's checkpoints, which keep the parts named here beside the weights and the counters."""
-    algorithm, spikes = session.algorithm, gate.spikes
-    held_out = {each.name: describe_data(prompts) for each, prompts in session.evaluation_prompts}
+    sets = {each.name: describe_data(prompts) for each, prompts in held_out}
+    rank = actor.model.groups.rank
 
     def compare_held_out(saved: Mapping[str, Any]) -> None:
-        for line in describe_other_held_out(saved, held_out):
+        for line in describe_other_held_out(saved, sets):
             recorder.note(line)
 
     parts: Mapping[str, Stateful] = {
-        "rollout": session.pipeline,
+        "rollout": pipeline,
         "algorithm": StateOfNumbers(algorithm.state_dict, algorithm.load_state_dict),
-        "gate": StateOfNumbers(spikes.state, spikes.load_state),
-        "held_out": StateOfNumbers(lambda: held_out, compare_held_out),
-        "random": StateOfRanks("random", RandomStates(session.groups.rank), session.groups.rank),
+        "gate": StateOfNumbers(gate.spikes.state, gate.spikes.load_state),
+        "held_out": StateOfNumbers(lambda: sets, compare_held_out),
+        "random": StateOfRanks("random", RandomStates(rank), rank),
     }
     return RunCheckpoints(
         config.checkpoint,
@@ -176,18 +208,13 @@ def build_checkpoints(
         export=config.export,
         config_text=dump_config(config),
         check_config=partial(check_config, config=config),
-        actor=session.actor,
-        reference=session.reference.model if session.reference else None,
+        actor=actor,
+        reference=reference.model if reference else None,
         parts=parts,
-        tokenizer=session.tokenizer,
-        tensors=session.publisher.exporter.tensors,
+        tokenizer=tokenizer,
+        tensors=exporter.tensors,
         note=recorder.note,
     )
-
-
-def _write_card(config: Config, summary: Mapping[str, Any]) -> None:
-    if config.run.export_hf:
-        write_model_card(Path(config.run.dir) / "hf", config, summary)
 
 
 def build_export(config: Config, exporter: WeightExporter, is_first: bool) -> Callable[[], None]:

@@ -56,6 +56,33 @@ SHARED_NAMES = {
     "server": "starts the server of its engine: one for vLLM, one for SGLang",
 }
 """Names that several modules bear, with what they mean alike."""
+WHOLE = ("Config", "Session")
+"""What no part takes: it takes its own section, or the parts that it needs."""
+TAKE_THE_WHOLE = {
+    "config/load.py dump_config": "writes it",
+    "checkpoint/resume.py check_config": "compares it with a saved one, field by field",
+    "planning/checks.py verify_config": "gives each check its sections",
+    "planning/checks.py check_config": "gives each check its sections",
+    "planning/components.py verify_components": "looks every part of a run up",
+    "planning/data_checks.py verify_data": "gives each data set its sections",
+    "planning/dry_run.py print_dry_run": "shows it",
+    "planning/dry_run.py format_dry_run": "shows what of it is no default",
+    "planning/inputs.py format_inputs": "opens what a run would open",
+    "telemetry/model_card.py write_model_card": "describes the run as a whole",
+    "telemetry/model_card.py format_model_card": "describes the run as a whole",
+    "train.py _supervise": "the run, behind what watches it",
+    "run.py run_training": "the wiring of the loop",
+    "run.py build_update": "wiring",
+    "run.py build_checkpoints": "wiring",
+    "run.py build_evaluator": "wiring",
+    "run.py build_export": "wiring",
+    "run.py build_recorder": "wiring",
+    "run_inputs.py read_inputs": "wiring",
+    "session.py build_session": "the wiring of the parts",
+    "session.py _build_models": "wiring",
+    "session.py _build_updater": "wiring",
+    "session.py _build_engine": "wiring",
+}
 UPWARD: dict[tuple[str, str], str] = {}
 CIRCLES: dict[frozenset[str], str] = {}
 # What names pickles. Reading one runs what it says: beside these places each is an open door.
@@ -335,6 +362,25 @@ def test_links_between_the_projects_pages_lead_somewhere():
     ]
     assert pages
     assert not broken
+
+
+def test_parts_take_their_own_section_never_the_whole():
+    """As an argument or an attribute; the entry points, the wiring and what is about the whole may."""
+    found = set()
+    for path in modules():
+        for scope in ast.walk(tree_of(path)):
+            if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+                arguments = scope.args
+                taken = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+                annotations = [each.annotation for each in taken]
+            elif isinstance(scope, ast.ClassDef):
+                annotations = [each.annotation for each in scope.body if isinstance(each, ast.AnnAssign)]
+            else:
+                continue
+            words = [word for each in annotations if each for word in re.findall(r"\w+", ast.unparse(each))]
+            if set(words) & set(WHOLE):
+                found.add(f"{path.relative_to(PACKAGE).as_posix()} {scope.name}")
+    check_exceptions(found, TAKE_THE_WHOLE)
 
 
 def test_every_field_of_the_configuration_is_read():

@@ -18,6 +18,7 @@ from megagrpo.checkpoint.manager import CheckpointManager
 from megagrpo.checkpoint.manifest import FORMAT_VERSION, OLDEST_RESUMABLE, Manifest
 from megagrpo.config.resume_changes import find_changes, refused
 from megagrpo.config.schema import Config
+from megagrpo.config.training_sections import OptimizerConfig
 from megagrpo.config.yaml_core import parse_yaml
 from megagrpo.errors import UserError
 from megagrpo.policy.schedule import learning_rate
@@ -131,8 +132,10 @@ def check_config(choice: Choice, updates: int, config: Config) -> list[str]:
         f"changed: {change}{'' if change.is_free else ' (allowed by run.allow_config_changes)'}"
         for change in changes
     ]
-    if isinstance(saved, Config) and (told := describe_schedule_change(saved, config, updates)):
-        notes.append(told)
+    if isinstance(saved, Config):
+        before, now = ((each.optimizer, each.total_updates) for each in (saved, config))
+        if told := describe_schedule_change(before, now, updates):
+            notes.append(told)
     return notes
 
 
@@ -148,14 +151,15 @@ def compare_environments(saved: Mapping[str, str], own: Mapping[str, str]) -> li
     ]
 
 
-def describe_schedule_change(saved: Config, own: Config, updates: int) -> str | None:
+def describe_schedule_change(
+    saved: tuple[OptimizerConfig, int], own: tuple[OptimizerConfig, int], updates: int
+) -> str | None:
     """Return one line where the learning rates of the coming updates are others than the saved run's would
-    have been; else None.
+    have been; else None. Of both runs the section and the number of updates in all.
     """
-    spans = saved.total_updates, own.total_updates
-    for update in range(updates, max(spans)):
-        before = learning_rate(saved.optimizer, update, spans[0])
-        now = learning_rate(own.optimizer, update, spans[1])
+    for update in range(updates, max(saved[1], own[1])):
+        before = learning_rate(saved[0], update, saved[1])
+        now = learning_rate(own[0], update, own[1])
         if before != now:
             return (
                 f"warning: the learning-rate schedule differs from update {update + 1} on: {now:g} "

@@ -9,9 +9,11 @@ from typing import Any
 
 from megagrpo.algorithms.algorithm_checks import check_algorithm_config
 from megagrpo.algorithms.losses import LOSSES
+from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.config.model_folder import hf_folder_of
-from megagrpo.config.rollout_sections import RewardConfig
+from megagrpo.config.rollout_sections import RewardConfig, RewardsConfig, RolloutConfig
 from megagrpo.config.schema import Config
+from megagrpo.config.training_sections import ModelConfig
 from megagrpo.engines import ENGINES
 from megagrpo.engines.server.command import PACKAGES, find_python
 from megagrpo.errors import ConfigError, UserError
@@ -41,8 +43,8 @@ def verify_components(config: Config, is_elsewhere: bool = False) -> None:
     problems = check_algorithm_config(
         config.algorithm, config.rollout.completions_per_prompt, config.rollout.max_new_tokens
     )
-    problems += _check_off_policy(config)
-    problems += _check_family(config)
+    problems += _check_off_policy(config.rollout, config.algorithm)
+    problems += _check_family(config.model)
     try:
         ENGINES.find(config.engine.name)
         if config.engine.name in PACKAGES and not (config.engine.given_addresses or is_elsewhere):
@@ -62,36 +64,31 @@ def verify_components(config: Config, is_elsewhere: bool = False) -> None:
         raise ConfigError(problems)
 
 
-def _check_off_policy(config: Config) -> Iterator[str]:
+def _check_off_policy(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
     """Old log-probs of the engine correct nothing in a loss that has no ratio; whether it has one, its
     registry knows.
     """
-    algorithm = config.algorithm
-    if (
-        config.rollout.max_policy_age == 0
-        or algorithm.correction.enabled
-        or algorithm.loss not in LOSSES.names()
-    ):
+    if rollout.max_policy_age == 0 or algorithm.correction.enabled or algorithm.loss not in LOSSES.names():
         return
     if not LOSSES.get(algorithm.loss).uses_old_logprobs:
         yield (
             f"algorithm.loss: {algorithm.loss}: has no ratio, so nothing corrects for the older weights of "
-            f"rollout.off_policy {config.rollout.off_policy}; set algorithm.correction (say, importance: "
+            f"rollout.off_policy {rollout.off_policy}; set algorithm.correction (say, importance: "
             "token)"
         )
 
 
-def verify_own_rewards(config: Config) -> None:
+def verify_own_rewards(rewards: RewardsConfig) -> None:
     """Load the rewards that are user code in a worker process, and check how they can be called.
 
     Raises:
         ConfigError: the first that can't be loaded or called.
     """
-    for position, reward in enumerate(config.rewards.functions):
+    for position, reward in enumerate(rewards.functions):
         if not is_custom(reward.name):
             continue
         try:
-            RewardPool(config.rewards.model_copy(update={"functions": (reward,), "workers": 1})).close()
+            RewardPool(rewards.model_copy(update={"functions": (reward,), "workers": 1})).close()
         except UserError as error:
             raise ConfigError([f"rewards.functions.{position}.name: {error}"]) from error
 
@@ -103,16 +100,16 @@ def _check_found(place: str, registry: Registry[Any], name: str) -> Iterator[str
         yield f"{place}: {error}"
 
 
-def _check_family(config: Config) -> Iterator[str]:
+def _check_family(model: ModelConfig) -> Iterator[str]:
     """Unknown architectures, and fields of config.json that change the maths and are not supported."""
-    raw = read_hf_config(config.model)
+    raw = read_hf_config(model)
     if raw is None:
         return  # told with the files
     load_all()
     name = raw.get("model_type")
-    if config.model.family is not None:
+    if model.family is not None:
         try:
-            use_own_family(config.model.family, str(name))
+            use_own_family(model.family, str(name))
         except UserError as error:
             yield f"model.family: {error}"
         return
@@ -120,7 +117,7 @@ def _check_family(config: Config) -> Iterator[str]:
         return
     sees = {"vision_config", "vision_start_token_id", "image_token_id"} & set(raw)
     what = "a model that sees images: they are not supported" if sees else "no architecture of this version"
-    folder = hf_folder_of(config.model.path)
+    folder = hf_folder_of(model.path)
     yield (
         f"model.path: {folder}/config.json: model_type {name!r} is {what}; supported: "
         f"{', '.join(FAMILIES.names())}; model.family names one of yours, FILE.py:CLASS"

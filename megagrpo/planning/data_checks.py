@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from megagrpo.config.rollout_sections import DataConfig, RewardsConfig
 from megagrpo.config.schema import Config
 from megagrpo.errors import ConfigError, UserError
 from megagrpo.rewards.build import REWARDS
@@ -19,19 +20,23 @@ def verify_data(config: Config) -> None:
     Raises:
         ConfigError: all mistakes, one line each.
     """
-    problems = [*_check_set(config, "data.source", config.data.source, config.rollout.prompts_per_step)]
+    data, rewards = config.data, config.rewards
+    problems = [*_check_set("data.source", data.source, data, rewards, config.rollout.prompts_per_step)]
     for position, held_out in enumerate(config.evaluation.sets):
-        problems += _check_set(config, f"evaluation.sets.{position}.source", held_out.source, 1)
+        place = f"evaluation.sets.{position}.source"
+        problems += _check_set(place, held_out.source, data, rewards, num_prompts=1)
     if problems:
         raise ConfigError(problems)
 
 
-def _check_set(config: Config, place: str, source: str, num_prompts: int) -> Iterator[str]:
+def _check_set(
+    place: str, source: str, data: DataConfig, rewards: RewardsConfig, num_prompts: int
+) -> Iterator[str]:
     try:
         if DATA_SOURCES.is_own_code(source):
             find_source(source)
             return
-        limit = config.data.limit if place == "data.source" else None
+        limit = data.limit if place == "data.source" else None
         rows = list(islice(read_rows(place, source, limit), num_prompts))
     except UserError as error:
         text = str(error)
@@ -45,14 +50,16 @@ def _check_set(config: Config, place: str, source: str, num_prompts: int) -> Ite
             f"rollout.prompts_per_step: {num_prompts}: {source} has {len(rows)} rows, so a step would hold "
             "a prompt twice; take fewer, or add rows"
         )
-    yield from _check_columns(config, f"{place}: {source}", rows[0])
+    yield from _check_columns(f"{place}: {source}", rows[0], data.prompt_field, rewards)
 
 
-def _check_columns(config: Config, place: str, row: Mapping[str, Any]) -> Iterator[str]:
+def _check_columns(
+    place: str, row: Mapping[str, Any], prompt_field: str, rewards: RewardsConfig
+) -> Iterator[str]:
     columns = f"its columns: {', '.join(map(str, row)) or 'none'}"
-    if config.data.prompt_field not in row:
-        yield f"{place}: no column {config.data.prompt_field!r} (data.prompt_field); {columns}"
-    for position, reward in enumerate(config.rewards.functions):
+    if prompt_field not in row:
+        yield f"{place}: no column {prompt_field!r} (data.prompt_field); {columns}"
+    for position, reward in enumerate(rewards.functions):
         if reward.name not in REWARDS.names():
             continue
         parameter = inspect.signature(REWARDS.get(reward.name)).parameters.get("column")

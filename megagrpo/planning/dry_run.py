@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from megagrpo.config.algorithm_section import DynamicSamplingConfig
 from megagrpo.config.differences import differences
 from megagrpo.config.load import dump_config
+from megagrpo.config.rollout_sections import RolloutConfig
 from megagrpo.config.schema import Config
+from megagrpo.config.training_sections import ModelConfig, ParallelConfig, PrecisionConfig, UpdateConfig
 from megagrpo.parallel.alignment import token_alignment
 from megagrpo.parallel.layout import ParallelLayout, build_layout
 from megagrpo.planning.file_checks import read_hf_config
@@ -31,27 +34,43 @@ class BatchArithmetic:
     max_microbatches_per_rank: int  # of one mini-batch
 
 
-def compute_batch_arithmetic(config: Config, layout: ParallelLayout) -> BatchArithmetic:
-    """Return the counts of one step of `config` in `layout`. The configuration has passed its checks."""
-    groups, completions = config.rollout.prompts_per_step, config.rollout.completions_per_prompt
-    mini_batches = config.update.mini_batches_per_step
-    longest = config.longest_sequence_tokens
-    alignment = token_alignment(config.parallel, config.precision.recipe)
-    budget = config.update.max_tokens_per_microbatch // alignment * alignment
+def compute_batch_arithmetic(
+    rollout: RolloutConfig,
+    update: UpdateConfig,
+    max_prompt_tokens: int,
+    layout: ParallelLayout,
+    alignment: int = 1,
+) -> BatchArithmetic:
+    """Return the counts of one step in `layout`, whose packed tokens come in multiples of `alignment`. The
+    sections have passed their checks.
+    """
+    groups, completions = rollout.prompts_per_step, rollout.completions_per_prompt
+    mini_batches = update.mini_batches_per_step
+    longest = max_prompt_tokens + rollout.max_new_tokens
+    budget = update.max_tokens_per_microbatch // alignment * alignment
     return BatchArithmetic(
         groups=groups,
         completions=groups * completions,
         max_tokens_per_sequence=longest,
         max_tokens_per_step=groups * completions * longest,
-        updates_per_step=config.update.updates_per_step,
+        updates_per_step=update.updates_per_step,
         groups_per_mini_batch=groups // mini_batches,
         sequences_per_mini_batch=groups // mini_batches * completions,
         microbatch_tokens=budget,
-        max_microbatches_per_rank=_max_microbatches(config, groups // mini_batches, layout, budget),
+        max_microbatches_per_rank=_max_microbatches(
+            rollout, update, max_prompt_tokens, groups // mini_batches, layout, budget
+        ),
     )
 
 
-def _max_microbatches(config: Config, groups: int, layout: ParallelLayout, budget: int) -> int:
+def _max_microbatches(
+    rollout: RolloutConfig,
+    update: UpdateConfig,
+    prompt: int,
+    groups: int,
+    layout: ParallelLayout,
+    budget: int,
+) -> int:
     """Micro-batches of one mini-batch on one rank at most.
 
     The planner puts each item where there is room. Items of at most s tokens find none only when every
@@ -59,20 +78,16 @@ def _max_microbatches(config: Config, groups: int, layout: ParallelLayout, budge
     pipeline asks for `min_microbatches` at least. An item is a sequence, or, with shared prompts, a prompt
     with as many of its completions as fit.
     """
-    prompt, new, completions = (
-        config.data.max_prompt_tokens,
-        config.rollout.max_new_tokens,
-        config.rollout.completions_per_prompt,
-    )
+    new, completions = rollout.max_new_tokens, rollout.completions_per_prompt
     sequences, dp = groups * completions, layout.dp
 
     def round_up(count: int) -> int:
         return count + -count % layout.microbatch_multiple
 
-    if not config.update.packing:
+    if not update.packing:
         return round_up(-(-sequences // dp))
     bounds = [layout.min_microbatches, -(-sequences // (dp * (budget // (prompt + new))))]
-    if config.update.share_prompts:
+    if update.share_prompts:
         together = min(completions, (budget - prompt) // new)
         trees = groups * -(-completions // together)
         bounds.append(-(-trees // (dp * (budget // (prompt + together * new)))))
@@ -89,10 +104,10 @@ def print_dry_run(config: Config, world_size: int, shows_config: bool = False) -
     Console(soft_wrap=True).print("\n\n".join(parts), markup=False)
 
 
-def describe_ranks(config: Config, world_size: int) -> str:
+def describe_ranks(parallel: ParallelConfig, world_size: int) -> str:
     """Return how many ranks there are and how they are used, e.g. `2 ranks (tp 2, dp 1)`."""
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    return f"{ranks} ({build_layout(config.parallel, world_size).describe()})"
+    return f"{ranks} ({build_layout(parallel, world_size).describe()})"
 
 
 def format_dry_run(config: Config, world_size: int) -> str:
@@ -100,33 +115,40 @@ def format_dry_run(config: Config, world_size: int) -> str:
     what differs from the defaults.
     """
     layout = build_layout(config.parallel, world_size)
+    alignment = token_alignment(config.parallel, config.precision.recipe)
+    rollout, update, prompt = config.rollout, config.update, config.data.max_prompt_tokens
+    batch = compute_batch_arithmetic(rollout, update, prompt, layout, alignment)
+    step = _batch_lines(rollout, update, config.algorithm.dynamic_sampling, prompt, batch, layout.dp)
+    model = _model_lines(config.model, config.precision, config.algorithm.kl.coef > 0, layout)
     parts = [
         (
             f"Ranks: {world_size} = {layout.describe()}",
             f"{layout.grid()}\n(stages separated by |, tp ranks side by side)",
         ),
-        ("One step", "\n".join(_batch_lines(config, compute_batch_arithmetic(config, layout), layout.dp))),
-        ("Model", "\n".join(_model_lines(config, layout))),
+        ("One step", "\n".join(step)),
+        ("Model", "\n".join(model)),
         ("Differs from the defaults", "\n".join(differences(config))),
     ]
     return "\n\n".join(f"{title}\n{'-' * len(title)}\n{body}" for title, body in parts if body)
 
 
-def _model_lines(config: Config, layout: ParallelLayout) -> list[str]:
+def _model_lines(
+    model: ModelConfig, precision: PrecisionConfig, has_reference: bool, layout: ParallelLayout
+) -> list[str]:
     """Parameters, and what a rank holds of them: the distributed optimizer shares its state over dp."""
-    hf = read_hf_config(config.model) or {}
+    hf = read_hf_config(model) or {}
     size = count_parameters(hf)
     if not size:
         return []
     own = size / (layout.tp * layout.pp)
-    is_float32 = config.precision.recipe == "fp32" or config.precision.emulate
+    is_float32 = precision.recipe == "fp32" or precision.emulate
     weights, states = (4, 8) if is_float32 else (2, 12)  # bf16: float32 main weights beside Adam's two
     terms = {
         "weights": own * weights,
         "gradients (float32)": own * 4,
         f"optimizer (over dp {layout.dp})": own * states / layout.dp,
     }
-    if config.algorithm.kl.coef > 0:
+    if has_reference:
         terms["reference"] = own * weights
     parts = " + ".join(f"{name} {format_bytes(value)}" for name, value in terms.items())
     return [
@@ -148,10 +170,15 @@ def _count(number: float) -> str:
     return f"{number / unit:.3g}{letter}"
 
 
-def _batch_lines(config: Config, batch: BatchArithmetic, dp: int) -> list[str]:
-    rollout, update, prompt = config.rollout, config.update, config.data.max_prompt_tokens
+def _batch_lines(
+    rollout: RolloutConfig,
+    update: UpdateConfig,
+    refills: DynamicSamplingConfig,
+    prompt: int,
+    batch: BatchArithmetic,
+    dp: int,
+) -> list[str]:
     mini_batches, sequences = update.mini_batches_per_step, batch.sequences_per_mini_batch
-    refills = config.algorithm.dynamic_sampling
     rows = [
         ("groups", f"{batch.groups}"),
         ("completions", f"{batch.groups} groups * {rollout.completions_per_prompt} = {batch.completions}"),

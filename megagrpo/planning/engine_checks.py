@@ -4,40 +4,47 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from megagrpo.config.engine_sections import FP8_BLOCK, ServerConfig, WeightsConfig
-from megagrpo.config.schema import Config
+from megagrpo.config.engine_sections import FP8_BLOCK, EngineConfig, ServerConfig, WeightsConfig
+from megagrpo.config.rollout_sections import DataConfig, RolloutConfig
+from megagrpo.config.training_sections import PrecisionConfig
 
 
-def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) -> Iterator[str]:
+def check_engine(
+    engine: EngineConfig,
+    weights: WeightsConfig,
+    rollout: RolloutConfig,
+    precision: PrecisionConfig,
+    data: DataConfig,
+    collective_timeout_seconds: int,
+    world_size: int,
+    hf_config: Mapping[str, Any],
+) -> Iterator[str]:
     """Yield what is wrong, one line each."""
-    engine = config.engine
-    if engine.sleep_while_training and config.rollout.off_policy != "synchronous":
+    if engine.sleep_while_training and rollout.off_policy != "synchronous":
         yield (
-            f"engine.sleep_while_training: true: rollout.off_policy {config.rollout.off_policy} generates "
+            f"engine.sleep_while_training: true: rollout.off_policy {rollout.off_policy} generates "
             "during updates"
         )
     server: ServerConfig | None = getattr(engine, "server", None)
     if server is None:
-        yield from _check_unused_weights(config)
+        yield from _check_unused_weights(weights, engine.name)
         return
     if getattr(server, "offline", False) and server.addresses:
         yield "engine.server.offline: true: engine.server.addresses names servers that run already"
     yield from _check_replicas(server, world_size)
     for field in ("start_timeout_seconds", "request_timeout_seconds"):
-        limit = config.run.collective_timeout_seconds
-        if getattr(server, field) >= limit:
+        if getattr(server, field) >= collective_timeout_seconds:
             yield (
                 f"engine.server.{field}: {getattr(server, field):g}: other ranks wait only "
-                f"run.collective_timeout_seconds = {limit}; take less"
+                f"run.collective_timeout_seconds = {collective_timeout_seconds}; take less"
             )
     yield from _check_tensor_parallel(server, hf_config)
-    yield from _check_quantization(config, server, hf_config)
-    longest = config.longest_sequence_tokens
+    yield from _check_quantization(server, weights, precision, hf_config)
+    longest = data.max_prompt_tokens + rollout.max_new_tokens
     if server.max_model_len is not None and server.max_model_len < longest:
         yield (
             f"engine.server.max_model_len: {server.max_model_len}: data.max_prompt_tokens "
-            f"{config.data.max_prompt_tokens} + "
-            f"rollout.max_new_tokens {config.rollout.max_new_tokens} = {longest}"
+            f"{data.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens} = {longest}"
         )
     positions = hf_config.get("max_position_embeddings")
     if server.max_model_len is not None and isinstance(positions, int) and server.max_model_len > positions:
@@ -47,14 +54,13 @@ def check_engine(config: Config, world_size: int, hf_config: Mapping[str, Any]) 
         )
 
 
-def _check_unused_weights(config: Config) -> Iterator[str]:
+def _check_unused_weights(weights: WeightsConfig, engine_name: str) -> Iterator[str]:
     default = WeightsConfig()
     for field in WeightsConfig.model_fields:
-        if field != "bucket_bytes" and getattr(config.weights, field) != getattr(default, field):
-            value, engine = getattr(config.weights, field), config.engine.name
+        if field != "bucket_bytes" and getattr(weights, field) != getattr(default, field):
             yield (
-                f"weights.{field}: {value}: engine.name {engine} lives in the ranks, weights are copied "
-                "into it directly"
+                f"weights.{field}: {getattr(weights, field)}: engine.name {engine_name} lives in the ranks, "
+                "weights are copied into it directly"
             )
 
 
@@ -103,18 +109,20 @@ def _check_tensor_parallel(server: ServerConfig, hf_config: Mapping[str, Any]) -
         )
 
 
-def _check_quantization(config: Config, server: ServerConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
+def _check_quantization(
+    server: ServerConfig, weights: WeightsConfig, precision: PrecisionConfig, hf_config: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield what keeps a server's model from being quantised in blocks; its ranks hold whole ones."""
     if server.quantization == "none":
         return
     place = f"engine.server.quantization: {server.quantization}"
-    if config.precision.recipe == "fp32" or config.precision.emulate:
+    if precision.recipe == "fp32" or precision.emulate:
         yield f"{place}: servers of such models compute in bfloat16; take precision.recipe bf16"
-    if config.weights.layout == "sharded":
+    if weights.layout == "sharded":
         yield (
             f"{place}: weights.layout sharded has no place for scales; take full, or auto, which is full then"
         )
-    if config.weights.delta:
+    if weights.delta:
         yield f"{place}: weights.delta: layers of a quantised model are loaded whole"
     heads, hidden = hf_config.get("num_attention_heads"), hf_config.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int):

@@ -11,7 +11,7 @@ from megagrpo.config.model_folder import (
     is_megatron_checkpoint,
     problems_of_changes,
 )
-from megagrpo.config.schema import Config
+from megagrpo.config.rollout_sections import DataConfig, EvaluationConfig, RewardsConfig
 from megagrpo.config.training_sections import ModelConfig
 from megagrpo.errors import UserError
 from megagrpo.registry import is_code_place
@@ -36,14 +36,16 @@ def _read_raw(path: str) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def check_files(config: Config) -> Iterator[str]:
+def check_files(
+    model: ModelConfig, data: DataConfig, evaluation: EvaluationConfig, rewards: RewardsConfig
+) -> Iterator[str]:
     """Yield one line for each file that is missing or cannot be what the field says."""
-    yield from _check_model(config.model)
-    yield from _check_tokenizer(config)
-    yield from _check_source("data.source", config.data.source)
-    for position, held_out in enumerate(config.evaluation.sets):
+    yield from _check_model(model)
+    yield from _check_tokenizer(model)
+    yield from _check_source("data.source", data.source)
+    for position, held_out in enumerate(evaluation.sets):
         yield from _check_source(f"evaluation.sets.{position}.source", held_out.source)
-    for position, reward in enumerate(config.rewards.functions):
+    for position, reward in enumerate(rewards.functions):
         if is_code_place(reward.name):
             yield from _check_source(f"rewards.functions.{position}.name", reward.name)
 
@@ -84,14 +86,14 @@ def _check_weights(folder: Path) -> Iterator[str]:
         yield f"model.path: {folder}: no weights (*.safetensors) in it"
 
 
-def _check_tokenizer(config: Config) -> Iterator[str]:
-    folder = Path(config.model.tokenizer or hf_folder_of(config.model.path))
-    if config.model.tokenizer is not None and not folder.is_dir():
+def _check_tokenizer(model: ModelConfig) -> Iterator[str]:
+    folder = Path(model.tokenizer or hf_folder_of(model.path))
+    if model.tokenizer is not None and not folder.is_dir():
         yield f"model.tokenizer: {folder}: no such folder"
     elif (folder / "config.json").is_file() and not any(
         (folder / name).is_file() for name in TOKENIZER_FILES
     ):
-        field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
+        field = "model.path" if model.tokenizer is None else "model.tokenizer"
         yield f"{field}: {folder}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES)})"
 
 

@@ -1,22 +1,37 @@
 """Checks of what needs an accelerator or Transformer Engine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megagrpo.config.engine_sections import EngineConfig, WeightsConfig
 from megagrpo.config.expert_fields import count_experts
 from megagrpo.config.hardware import Hardware
-from megagrpo.config.schema import Config
+from megagrpo.config.training_sections import PrecisionConfig
 from megagrpo.parallel.alignment import FP8_ALIGNMENT
 
 SLOTS_OF_A_REPLICA = 2  # buckets of weights on their way at once
 
 
-def check_hardware(config: Config, hf_config: Mapping[str, Any], hardware: Hardware) -> Iterator[str]:
-    """Yield what is wrong, one line each."""
-    recipe, attention = config.precision.recipe, config.model.attention
-    emulates = config.precision.emulate
+def check_hardware(
+    precision: PrecisionConfig,
+    attention: str,
+    recompute: Sequence[str],
+    engine: EngineConfig,
+    weights: WeightsConfig,
+    hf_config: Mapping[str, Any],
+    hardware: Hardware,
+) -> Iterator[str]:
+    """Yield what is wrong, one line each.
+
+    Args:
+        precision: that of the run; `attention` is `model.attention`, `recompute` `update.recompute`.
+        engine: it decides, with `weights`, whether buckets lie in shared memory.
+        hf_config: the model's `config.json`; empty skips what depends on the model.
+        hardware: what the machine has.
+    """
+    recipe, emulates = precision.recipe, precision.emulate
     if emulates:
-        yield from _check_emulation(config)
+        yield from _check_emulation(recipe, attention, recompute)
     if recipe in FP8_ALIGNMENT and attention == "local" and not emulates:
         yield (
             f"precision.recipe: {recipe}: the layers of model.attention: local compute no "
@@ -36,26 +51,27 @@ def check_hardware(config: Config, hf_config: Mapping[str, Any], hardware: Hardw
     takes_te = attention == "te" or (
         attention == "auto" and not missing and recipe != "fp32" and not emulates
     )
-    yield from _check_recompute(config, hf_config, takes_te)
-    yield from _check_shared_memory(config, hf_config, hardware)
+    yield from _check_recompute(recompute, recipe, hf_config, takes_te)
+    itemsize = 4 if recipe == "fp32" or emulates else 2
+    yield from _check_shared_memory(engine, weights, itemsize, hf_config, hardware)
 
 
-def _check_emulation(config: Config) -> Iterator[str]:
-    recipe = config.precision.recipe
+def _check_emulation(recipe: str, attention: str, recompute: Sequence[str]) -> Iterator[str]:
     if recipe not in FP8_ALIGNMENT:
         yield (
             f"precision.emulate: true: precision.recipe: {recipe} is computed as it is; take one of "
             f"{', '.join(FP8_ALIGNMENT)}"
         )
-    if config.model.attention == "te":
+    if attention == "te":
         yield "precision.emulate: true: layers of Transformer Engine compute on their own; use auto or local"
-    if recipe == "fp8_delayed" and config.update.recompute:
+    if recipe == "fp8_delayed" and recompute:
         yield "precision.emulate: true: update.recompute would move the scales of fp8_delayed twice"
 
 
-def _check_recompute(config: Config, hf_config: Mapping[str, Any], takes_te: bool) -> Iterator[str]:
+def _check_recompute(
+    parts: Sequence[str], recipe: str, hf_config: Mapping[str, Any], takes_te: bool
+) -> Iterator[str]:
     """Yield the parts that the model does not have, or its layers do not recompute."""
-    parts, recipe = config.update.recompute, config.precision.recipe
     has_experts = count_experts(hf_config) is not None
     if "moe_act" in parts and hf_config and not has_experts:
         yield "update.recompute: moe_act: the model has no experts; leave it out"
@@ -74,9 +90,17 @@ def _check_recompute(config: Config, hf_config: Mapping[str, Any], takes_te: boo
         )
 
 
-def _check_shared_memory(config: Config, hf_config: Mapping[str, Any], hardware: Hardware) -> Iterator[str]:
-    """Yield one line where slots of weights would not fit in /dev/shm: a container's default is 64 MB."""
-    server, kind = getattr(config.engine, "server", None), config.weights.transport.kind
+def _check_shared_memory(
+    engine: EngineConfig,
+    weights: WeightsConfig,
+    itemsize: int,
+    hf_config: Mapping[str, Any],
+    hardware: Hardware,
+) -> Iterator[str]:
+    """Yield one line where slots of weights, whose elements have `itemsize` bytes, would not fit in /dev/shm:
+    a container's default is 64 MB.
+    """
+    server, kind = getattr(engine, "server", None), weights.transport.kind
     if server is None:
         return
     # auto: on GPUs it is ipc, with servers elsewhere a group
@@ -89,7 +113,6 @@ def _check_shared_memory(config: Config, hf_config: Mapping[str, Any], hardware:
     intermediate = hf_config.get("intermediate_size")
     # a slot holds the largest that an engine takes at once: the embedding, or a fused gate and up projection
     rows = max(vocabulary, 2 * intermediate if isinstance(intermediate, int) else 0)
-    itemsize = 4 if config.precision.recipe == "fp32" or config.precision.emulate else 2
     slot = rows * hidden * itemsize
     needed = SLOTS_OF_A_REPLICA * server.num_replicas * slot
     free = hardware.shared_memory_bytes

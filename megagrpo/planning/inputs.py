@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megagrpo.config.rollout_sections import RewardsConfig
+from megagrpo.config.run_sections import RunConfig
 from megagrpo.config.schema import Config
 from megagrpo.errors import UserError
 from megagrpo.planning.file_checks import read_hf_config
 
 if TYPE_CHECKING:
-    from megagrpo.rollout.prompts import PromptSource
     from megagrpo.types import Prompt, Reward
 
 MADE_UP = "The answer is 42."
@@ -41,22 +42,24 @@ def format_inputs(config: Config) -> str:
         lines.append,
     )
     lines.append(f"last of them: {describe_prompt(source[len(source) - 1], tokenizer)}")
-    lines.append(_describe_epoch(config, source))
+    lines.append(_describe_epoch(len(source), config.rollout.prompts_per_step, config.run.steps))
     lines += [f"{each.name}: {len(prompts)} held-out prompts" for each, prompts in held_out]
     sets = prompts_by_field(source, held_out)
     rewards = [
         f"{place}: {_describe_reward(reward)}"
-        for place, reward in zip(sets, try_rewards(config, tokenizer, sets), strict=True)
+        for place, reward in zip(sets, try_rewards(config.rewards, tokenizer, sets), strict=True)
     ]
     sections = [
         ("Prompts", lines),
         (f"Rewards of a made-up completion, {MADE_UP!r}", rewards),
-        ("Run folder", [_describe_folder(config)]),
+        ("Run folder", [_describe_folder(config.run)]),
     ]
     return "\n\n".join("\n".join([title, "-" * len(title), *body]) for title, body in sections)
 
 
-def try_rewards(config: Config, tokenizer: Any, sets: "dict[str, Sequence[Prompt]]") -> "list[Reward]":
+def try_rewards(
+    rewards: RewardsConfig, tokenizer: Any, sets: "dict[str, Sequence[Prompt]]"
+) -> "list[Reward]":
     """Return what the rewards say of a made-up completion of the first prompt of each set.
 
     Raises:
@@ -72,7 +75,7 @@ def try_rewards(config: Config, tokenizer: Any, sets: "dict[str, Sequence[Prompt
     logprobs = np.zeros(len(ids), np.float32)
     found = []
     columns = {place: list(prompts[0].columns) for place, prompts in sets.items()}
-    with RewardPool(config.rewards.model_copy(update={"workers": 1}), columns) as pool:
+    with RewardPool(rewards.model_copy(update={"workers": 1}), columns) as pool:
         for place, prompts in sets.items():
             completion = Completion.sampled(prompts[0].id, 0, ids, logprobs, "stop", ((0, 0),), MADE_UP)
             (reward,) = pool.score([prompts[0]], [completion])
@@ -92,23 +95,23 @@ def _describe_reward(reward: "Reward") -> str:
     return f"{reward.value:g} ({parts})"
 
 
-def _describe_epoch(config: Config, source: "PromptSource") -> str:
-    rows, step = len(source), config.rollout.prompts_per_step
-    drawn = config.run.steps * step
+def _describe_epoch(rows: int, step: int, steps: int) -> str:
+    """`step`: prompts of one, of `steps` steps."""
+    drawn = steps * step
     return (
         f"an epoch is {rows} prompts / {step} a step = {rows / step:.4g} steps; the run draws "
-        f"{config.run.steps} * {step} = {drawn} prompts = {drawn / rows:.3g} epochs"
+        f"{steps} * {step} = {drawn} prompts = {drawn / rows:.3g} epochs"
     )
 
 
-def _describe_folder(config: Config) -> str:
+def _describe_folder(run: RunConfig) -> str:
     from megagrpo.checkpoint.folder import list_complete
 
-    folder = Path(config.run.dir)
+    folder = Path(run.dir)
     saved = list_complete(folder / "checkpoints")
     if not saved:
         return f"{folder}: no checkpoint, so the run starts at step 1"
-    if config.run.resume == "never":
+    if run.resume == "never":
         raise UserError(
             f"run.resume: never: {saved[-1]} is there; take another run.dir, or run.resume=auto to go on"
         )

@@ -58,5 +58,5 @@ def prepare_run(
 
     verify_components(config, is_elsewhere)
     if ranks_on_host is None:  # before a launch; ranks start their own workers anyway
-        verify_own_rewards(config)
+        verify_own_rewards(config.rewards)
     return config, num_ranks

@@ -44,7 +44,7 @@ def format_model_card(config: Config, summary: Mapping[str, Any]) -> str:
         ("seed", str(config.run.seed)),
     ]
     parts = [
-        _front_matter(config, name),
+        _front_matter(config.model.path, name),
         f"# {Path(config.model.path).name}, trained with megagrpo",
         "Reinforcement learning on verifiable rewards; only what is below is known of its behaviour.",
         _table(("what", "value"), rows),
@@ -63,9 +63,9 @@ def format_model_card(config: Config, summary: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, "## Versions", versions]) + "\n"
 
 
-def _front_matter(config: Config, algorithm: str) -> str:
+def _front_matter(base_model: str, algorithm: str) -> str:
     values = {
-        "base_model": config.model.path,
+        "base_model": base_model,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["reinforcement-learning", "megagrpo", algorithm],

@@ -36,7 +36,18 @@ def save_again(config) -> None:
     try:
         notes = Notes()
         gate = build_update(config, session.updater, lambda: None, notes).gate
-        checkpoints = build_checkpoints(config, session, gate, notes)
+        checkpoints = build_checkpoints(
+            config,
+            actor=session.actor,
+            reference=session.reference,
+            pipeline=session.pipeline,
+            algorithm=session.algorithm,
+            gate=gate,
+            held_out=session.evaluation_prompts,
+            tokenizer=session.tokenizer,
+            exporter=session.publisher.exporter,
+            recorder=notes,
+        )
         state = checkpoints.resume()
         path = Path(config.run.dir) / "checkpoints" / f"step_{state.step:06d}"
         dist.barrier()

@@ -58,20 +58,22 @@ OVERRIDES = [
 ]
 
 
+def batch_of(config, layout):
+    return compute_batch_arithmetic(config.rollout, config.update, config.data.max_prompt_tokens, layout)
+
+
 def test_batch_arithmetic_by_hand(run_file):
     # 12 / 2 = 6 groups * 3 = 18 sequences per mini-batch. 3 sequences of 100 tokens fit 350: ceil(18 / (4 *
     # 3)) = 2 micro-batches.
     # Shared prompts: 40 + 3 * 60 = 220 tokens a group, 1 group a micro-batch: ceil(6 / 4) = 2.
-    batch = compute_batch_arithmetic(load_config(run_file, OVERRIDES), ParallelLayout(4))
+    batch = batch_of(load_config(run_file, OVERRIDES), ParallelLayout(4))
     assert (batch.completions, batch.max_tokens_per_step, batch.updates_per_step) == (36, 3600, 4)
     assert (batch.groups_per_mini_batch, batch.sequences_per_mini_batch) == (6, 18)
     assert batch.max_microbatches_per_rank == 2
 
 
 def test_without_packing_each_sequence_is_a_micro_batch(run_file):
-    batch = compute_batch_arithmetic(
-        load_config(run_file, [*OVERRIDES, "update.packing=false"]), ParallelLayout(4)
-    )
+    batch = batch_of(load_config(run_file, [*OVERRIDES, "update.packing=false"]), ParallelLayout(4))
     assert batch.max_microbatches_per_rank == 5
 
 
@@ -104,7 +106,7 @@ def test_no_plan_has_more_micro_batches_than_the_bound(run_file, data):
         budget, packing=packing, share_prompts=share, min_microbatches=layout.min_microbatches
     )
     plans = plan_microbatches(samples, dp, rules, hidden_size=8)
-    assert max(map(len, plans)) <= compute_batch_arithmetic(config, layout).max_microbatches_per_rank
+    assert max(map(len, plans)) <= batch_of(config, layout).max_microbatches_per_rank
 
 
 def test_the_resolved_configuration_comes_last_where_it_is_asked_for(run_file, capsys):

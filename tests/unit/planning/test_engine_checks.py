@@ -26,9 +26,13 @@ def problems_of(tmp_path, monkeypatch):
     path.write_text(
         "model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n"
     )
-    return lambda world_size, *overrides: list(
-        check_engine(load_config(path, list(overrides)), world_size, MODEL)
-    )
+
+    def check(world_size, *overrides):
+        config = load_config(path, list(overrides))
+        sections = config.engine, config.weights, config.rollout, config.precision, config.data
+        return list(check_engine(*sections, config.run.collective_timeout_seconds, world_size, MODEL))
+
+    return check
 
 
 @pytest.mark.parametrize(
