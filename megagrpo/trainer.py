@@ -48,7 +48,7 @@ class Trainer:
     export: Callable[[], None]  # writes the final weights; collective over all ranks
     max_roll_backs: int  # one more ends the run
     state: TrainerState = field(init=False, default_factory=TrainerState)
-    _prompts: Sequence[Prompt] = field(init=False, default=())  # of the running step
+    _prompts: Sequence[Prompt] = field(init=False, default=())  # the running step's
 
     def run(self) -> None:
         """Train all steps that are left, then export and sum up; where a signal asks for it, save and stop

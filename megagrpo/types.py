@@ -48,7 +48,7 @@ class Span:
     # float32 [L], at the sampling temperature, over the whole vocabulary (vLLM's: over what top-k / top-p
     # kept); None: the policy has not sampled these tokens
     logprobs: np.ndarray | None
-    weight_version: int  # of the weights that sampled the tokens, or were served when they came
+    weight_version: int  # the weights that sampled the tokens, or that were served when they came
     is_trained: bool = True  # False: the loss, its denominator and every statistic leave these tokens out
 
     def __post_init__(self) -> None:

@@ -5,7 +5,9 @@ tables only ever grow by a decision.
 """
 
 import ast
+import io
 import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -268,6 +270,17 @@ def test_no_two_classes_share_a_name():
         node.name for path in modules() for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)
     )
     assert not {name for name, count in names.items() if count > 1}
+
+
+def test_comments_say_what_they_mean():
+    """`# of the slowest rank` leaves the reader to find out what of it is meant."""
+    unclear = [
+        f"{path.relative_to(PACKAGE)}:{token.start[0]}: {token.string}"
+        for path in modules()
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type == tokenize.COMMENT and re.match(r"#+ *of\b", token.string, re.IGNORECASE)
+    ]
+    assert not unclear
 
 
 def test_docstrings_begin_with_a_sentence():

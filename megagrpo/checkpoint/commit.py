@@ -26,7 +26,7 @@ class Contents:
 
     manifest: Manifest  # without files
     texts: Mapping[str, str]  # written by the first rank
-    own_files: Mapping[str, bytes]  # of this rank
+    own_files: Mapping[str, bytes]  # what this rank writes beside its shards
     # returns further files of this rank; on all ranks, while training waits
     collect: Callable[[], Mapping[str, FileContents]] = dict
     # puts further files into the folder; on the first rank, in the background

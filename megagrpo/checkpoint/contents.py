@@ -32,7 +32,7 @@ class TensorFacts:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    crc32: str | None = None  # of its bytes, where checksums were asked for
+    crc32: str | None = None  # taken over its bytes where checksums were asked for
 
 
 @dataclass

@@ -30,7 +30,7 @@ from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag
 
 KEEP_POLL_SECONDS = 0.1
-FREE_MARGIN = 1.05  # of the bytes of the shards: headers, metadata and small files
+FREE_MARGIN = 1.05  # what is needed in bytes of the shards: headers, metadata and small files come on top
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Saved:
     """A finished save."""
 
     path: Path
-    num_bytes: int  # of all files
+    num_bytes: int  # all files together
     stall_seconds: float  # training stood still
-    write_seconds: float  # of the slowest rank, in the background
+    write_seconds: float  # the slowest rank's, in the background
     removed: list[str] = field(default_factory=list)
 
 
@@ -49,7 +49,7 @@ class _Pending:
     writer: ShardWriter
     contents: Contents
     stall_seconds: float = 0.0
-    write_seconds: float | None = None  # of the slowest rank; None: not all of them are known to have written
+    write_seconds: float | None = None  # the slowest rank's; None: not all of them are known to have written
     commit: Commit | None = None  # on the first rank, once all have
 
     @property
@@ -77,7 +77,7 @@ class CheckpointManager:
         )
         self._planner = ShardPlanner()
         self._pending: _Pending | None = None
-        self._removal: BackgroundWork[None] | None = None  # of retired checkpoints, on the first rank
+        self._removal: BackgroundWork[None] | None = None  # removes retired checkpoints, on the first rank
 
     def warm_up(self) -> None:
         """Make the host buffers and the plan of a save now, so that the first one costs training no more than

@@ -39,7 +39,7 @@ class FileRecord:
 
     name: str  # relative to the checkpoint
     size: int  # bytes
-    crc32: str  # of the whole file, eight hexadecimal digits
+    crc32: str  # over the whole file, eight hexadecimal digits
 
 
 @exchangeable
@@ -51,8 +51,8 @@ class Manifest:
     weight_version: int
     model: Mapping[str, Any]  # see identity.py
     tokenizer: Mapping[str, Any]
-    layout: Mapping[str, Any]  # of the run that wrote it
-    versions: Mapping[str, str]  # of the packages
+    layout: Mapping[str, Any]  # the layout of the run that wrote it
+    versions: Mapping[str, str]  # package versions of that run
     files: Sequence[FileRecord]
     # source and checksums of the frozen weights, where the run has some
     reference: Mapping[str, Any] | None = None
@@ -70,7 +70,7 @@ class ChecksummedFile:
     def __init__(self, folder: Path, name: str):
         """`name`: of the file in the checkpoint."""
         self.name, self._size, self._crc32 = name, 0, 0
-        self.error: OSError | None = None  # of the first write that failed
+        self.error: OSError | None = None  # from the first write that failed
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb", buffering=0)

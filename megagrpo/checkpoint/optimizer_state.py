@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megagrpo.checkpoint.staging import Staging
 
-EXCHANGE_BYTES = 32 * 2**20  # of one exchange: bounds what is alive beside the staging buffers
+EXCHANGE_BYTES = 32 * 2**20  # in one exchange: bounds what is alive beside the staging buffers
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
 

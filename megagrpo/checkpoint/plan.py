@@ -43,7 +43,7 @@ class ShardPlan:
     tensors: Sequence[tuple[WriteItem, torch.Tensor]]  # in the staging buffers
     objects: Sequence[tuple[WriteItem, io.BytesIO]]
     common: bytes  # what all ranks hold alike, as Megatron's file of it
-    metadata: Metadata | None  # of the shards of all ranks; on the first rank
+    metadata: Metadata | None  # describes the shards of all ranks; on the first rank
     strategy: Mapping[str, Any]  # as Megatron's file of it
 
 

@@ -96,8 +96,8 @@ class RunCheckpoints:
         )
         self._model, self._tokenizer = describe_model(actor.model.hf), describe_tokenizer(tokenizer)
         self._frozen = ReferenceWeights(model.path, settings.save_reference) if reference else None
-        self._captured: dict[str, Snapshot] = {}  # of the parts, as they were at the end of the step
-        self._saved_step: int | None = None  # of the newest good checkpoint
+        self._captured: dict[str, Snapshot] = {}  # the parts as they were at the end of the step
+        self._saved_step: int | None = None  # the newest good checkpoint's
         self._retry, self._last_error = False, ""
 
     # ---- resume

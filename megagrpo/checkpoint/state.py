@@ -71,7 +71,7 @@ class TrainerState:
     updates: NonNegativeInt = 0  # optimizer updates so far: what the learning-rate schedule counts
     weight_version: NonNegativeInt = 0  # last published
     nonfinite_in_a_row: NonNegativeInt = 0
-    wall_seconds: float = 0.0  # of all runs so far
+    wall_seconds: float = 0.0  # all runs so far
     roll_backs: NonNegativeInt = 0  # made so far
     # metrics of this step as they were recorded: a row that a crash has torn is written again from here
     row: dict[str, float] = field(default_factory=dict)

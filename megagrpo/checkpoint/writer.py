@@ -34,7 +34,7 @@ from megagrpo.checkpoint.plan import ShardPlan
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import all_gather_metadata
 
-NICENESS = 10  # of the thread: where cores are scarce, training gets ten times as much of them
+NICENESS = 10  # the thread's: where cores are scarce, training gets ten times as much of them
 _NOTES = "written.{rank:05d}"  # what a rank tells the first one of its part; not part of the checkpoint
 
 

@@ -78,7 +78,7 @@ def write_model_folder(model: ModelConfig, target: Path) -> list[str]:
         os.replace(staging / "config.json", place / "config.json")
     for path in {*target.iterdir(), *place.iterdir()} - kept - {place / "config.json"}:
         if not path.is_dir():
-            path.unlink(missing_ok=True)  # of a model that the run had before
+            path.unlink(missing_ok=True)  # a file of the model that the run had before
     return describe_changes(raw, model)
 
 

@@ -37,7 +37,7 @@ def engine_log(config: EngineConfig, run_dir: Path, replica: int) -> Path | None
     """Return the log of a server that the run starts; None where it starts none."""
     if ENGINES.find(config.name).is_embedded or config.server.addresses:
         return None
-    name = config.name.rpartition(":")[2]  # of FILE.py:NAME
+    name = config.name.rpartition(":")[2]  # NAME where it is FILE.py:NAME
     return run_dir / "engines" / f"{name}_{replica}.log"
 
 

@@ -65,7 +65,7 @@ class SequenceRouter(TopKRouter):
             scores = logits.float().sigmoid()
             experts = self._choose_biased(scores.detach())
             weights = scores.gather(1, experts)
-            scores = scores / scores.sum(dim=-1, keepdim=True)  # of the balance loss
+            scores = scores / scores.sum(dim=-1, keepdim=True)  # as the balance loss takes them
         else:
             scores = logits.softmax(dim=-1, dtype=torch.float32)
             weights, experts = scores.topk(self.topk, dim=-1)

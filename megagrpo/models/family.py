@@ -28,7 +28,7 @@ class HFConfig:
     rope_type: str
     rope_parameters: dict[str, Any]
     raw: dict[str, Any]  # the file's fields, with the family's `defaults` for those that it lacks
-    num_experts: int | None = None  # of each layer; None: a dense model
+    num_experts: int | None = None  # in each layer; None: a dense model
 
     @property
     def has_latent_attention(self) -> bool:

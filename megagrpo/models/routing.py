@@ -24,7 +24,7 @@ class RoutedSequences:
     prompts: torch.Tensor  # int64 [S]: segment of each sequence's prompt
     branches: torch.Tensor  # int64 [S]
     lengths: torch.Tensor  # float64 [S]: tokens of prompt and branch, on all ranks
-    weight: float  # of one sequence in the mean over the optimizer update
+    weight: float  # what one sequence counts in the mean over the optimizer update
 
     def local_segment_ids(self, count: int, tp_group: dist.ProcessGroup) -> torch.Tensor:
         """Return the segment ids of the `count` tokens that this rank routes: all, or its part of them

@@ -79,7 +79,7 @@ def build_transformer_config(
         "use_cpu_initialization": not has_cuda(),
         "perform_initialization": False,  # every parameter is read from the HF folder or a checkpoint
         "masked_softmax_fusion": False,
-        # Of the output layer, where it needs Apex; `fuse_weight_gradients` is for the decoder.
+        # This one is about the output layer, where it needs Apex; `fuse_weight_gradients` is for the decoder.
         "gradient_accumulation_fusion": False,
         **fused_kernel_fields(use_te, has_experts=bool(hf.num_experts)),
         **precision.transformer_config_fields(),

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 BLOCK, MX_BLOCK = 128, 32
-_LARGEST_EXPONENT = 127  # of a scale in e8m0, and of float32
+_LARGEST_EXPONENT = 127  # the same for a scale in e8m0 and for float32
 
 
 @dataclass(frozen=True)

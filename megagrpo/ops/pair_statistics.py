@@ -125,7 +125,8 @@ def _divergence_terms_(b: Tensor, p: Tensor, q: Tensor, scratch: Tensor) -> Tens
 
 def _divergence_of_part(part: Masses, whole: Masses) -> Tensor:
     """A part's [R] summand of the divergence of the parts' masses, times the whole's total."""
-    tiny = torch.finfo(part.total.dtype).tiny  # of a part without columns; it has no weight
+    # bounds the masses of a part without columns, whose weight is 0, away from 0
+    tiny = torch.finfo(part.total.dtype).tiny
     shift, reference_shift = (
         part.maximum - whole.maximum,
         part.reference_maximum - whole.reference_maximum,

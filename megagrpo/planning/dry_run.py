@@ -31,7 +31,7 @@ class BatchArithmetic:
     groups_per_mini_batch: int
     sequences_per_mini_batch: int
     microbatch_tokens: int  # budget in whole multiples of the alignment
-    max_microbatches_per_rank: int  # of one mini-batch
+    max_microbatches_per_rank: int  # in one mini-batch
 
 
 def compute_batch_arithmetic(

@@ -21,7 +21,8 @@ class Machine:
 
     shared_free: int | None  # bytes; None: there is none
     disk_free: int  # bytes, of the current folder
-    disk_bytes_per_second: float | None  # of a write that reached it; None: the folder can't be written
+    # measured over a write that reached the disk; None: the folder can't be written
+    disk_bytes_per_second: float | None
     loopback_error: str | None  # why a connection over it failed
     gpus: tuple[str, ...]  # name and memory
 

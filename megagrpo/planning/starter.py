@@ -13,7 +13,7 @@ from megagrpo.planning.file_checks import read_hf_config
 TASK_FILE = "task.py"
 _BYTES_A_PARAMETER = 6  # bf16 weights and float32 gradients; the optimizer's 12 are shared over dp
 _OPTIMIZER_BYTES = 12
-_TRAINING_SHARE = 0.5  # of a GPU: activations and the engine need the rest
+_TRAINING_SHARE = 0.5  # the part of a GPU's memory for it: activations and the engine need the rest
 _SMALL = 1e9  # parameters below which a higher learning rate is usual
 _GPUS_OF_A_HOST = 8
 

@@ -57,7 +57,7 @@ class MicroBatch:
 
     tokens: torch.Tensor  # int64 [1, T]
     packed: RoutedPackedSeqParams
-    keys: tuple[SampleKey, ...]  # of its B sequences
+    keys: tuple[SampleKey, ...]  # one for each of its B sequences
     row_index: torch.Tensor  # int64 [R]: the input position whose hidden state predicts the row's token
     targets: torch.Tensor  # int64 [R]
     sequence_ids: torch.Tensor  # int64 [R], 0 <= id < B

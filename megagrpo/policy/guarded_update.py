@@ -17,7 +17,7 @@ class GuardedUpdate:
 
     updater: PolicyUpdater
     gate: UpdateGate
-    learning_rate: Callable[[int], float]  # of an update, by how many the run has made before
+    learning_rate: Callable[[int], float]  # takes how many updates the run has made
     stop_if_asked: Callable[[], None]  # raises where any rank was asked to stop; collective over all ranks
     # the weights are those of the last finished step: no update has been applied since
     is_step_untouched: bool = field(init=False, default=True)

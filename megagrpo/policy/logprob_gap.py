@@ -33,7 +33,7 @@ class LogprobGap:
     """One token, as engine and actor see it."""
 
     key: SampleKey
-    position: int  # of the token in its completion, from 0
+    position: int  # the token's place in its completion, from 0
     token_id: int
     rollout_logprob: float
     actor_logprob: float

@@ -28,8 +28,8 @@ class MiniBatch:
     """The samples of one optimizer update."""
 
     groups: Sequence[int]
-    keys: Sequence[SampleKey]  # of the samples that are trained, on all replicas
-    batches: Sequence[MicroBatch]  # of this rank's replica
+    keys: Sequence[SampleKey]  # name the samples that are trained, on all replicas
+    batches: Sequence[MicroBatch]  # those of this rank's replica
 
 
 @dataclass(frozen=True)

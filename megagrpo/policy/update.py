@@ -52,12 +52,12 @@ class _Step:
     mini_batches: list[MiniBatch]
     advantages: dict[SampleKey, float]
     lengths: dict[SampleKey, int]  # tokens that count in the denominator; 0: the completion is left out
-    ages: dict[SampleKey, int]  # of the weights that sampled it, in publishes
-    counters: Mapping[str, int]  # of the advantages
+    ages: dict[SampleKey, int]  # publishes between the weights that sampled it and the newest
+    counters: Mapping[str, int]  # what the advantages counted
     before: dict[str, Metric]  # KL that was taken from rewards
-    mismatch: dict[str, Metric]  # of engine and actor; empty where the first update measures it
+    mismatch: dict[str, Metric]  # between engine and actor; empty where the first update measures it
     largest_gap: LargestGap
-    kl_scale: float  # of the KL to go in the advantages of tokens
+    kl_scale: float  # the factor of the KL to go, which is taken from the advantages of tokens
 
 
 class PolicyUpdater:

@@ -65,7 +65,7 @@ class Dispatcher:
         self._idle: list[WorkerProcess] = []
         self._waiting: deque[_Job] = deque()
         self._inbox: deque[_Job] = deque()
-        self._lock = threading.Lock()  # of the inbox and of the two below it
+        self._lock = threading.Lock()  # guards the inbox and the two below
         self._closing = False
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)

@@ -69,7 +69,7 @@ class _Box(NamedTuple):
 
 def _closed_boxes(text: str) -> list[_Box]:
     """Return every innermost closed box with content, from left to right, in one pass."""
-    opened: list[re.Match[str] | None] = []  # of each open brace: the box that it begins, or None
+    opened: list[re.Match[str] | None] = []  # for each open brace the box that it begins, or None
     boxes: list[_Box] = []
     for match in _BOX_OR_BRACE.finditer(text):
         if match[0] == "}":

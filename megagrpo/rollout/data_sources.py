@@ -87,7 +87,7 @@ def read_rows(place: str, source: str, limit: int | None) -> Iterator[Mapping[st
 def read_jsonl(path: Path) -> Iterator[Any]:
     """Yield one row per line."""
     with path.open(encoding="utf-8-sig") as lines:
-        number = 0  # of the last line that could be read
+        number = 0  # the last line that could be read
         try:
             for number, line in enumerate(lines, start=1):
                 if line.strip():

@@ -31,7 +31,7 @@ class LengthEstimates:
 
     def __init__(self) -> None:
         self._tokens: dict[int, float] = {}  # by prompt id, the last seen last
-        self._tokens_per_prompt_token = 1.0  # of the newest rollouts
+        self._tokens_per_prompt_token = 1.0  # the ratio in the newest rollouts
 
     def expected_tokens(self, prompt: Prompt) -> float:
         """Return the expected length of one completion of `prompt`."""
@@ -101,7 +101,7 @@ class EngineFailure:
 
     message: str
     is_ready: bool  # the engine says that it would serve now
-    life: int = 0  # of the replica, when it was asked: what failed before it was found again is no news
+    life: int = 0  # the replica's, when it was asked: what failed before it was found again is no news
 
 
 class ReplicaStates:

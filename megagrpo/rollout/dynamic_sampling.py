@@ -40,9 +40,9 @@ class SamplingCounts:
     dropped_groups: int  # all rewards equal
     refills: int
     generated_tokens: int
-    scores: ScoreCounts = field(default_factory=ScoreCounts)  # of all rounds
-    sampled: Sequence[CompletionRecord] = ()  # of all rounds, those of dropped groups too
-    outcomes: GroupOutcomes = field(default_factory=GroupOutcomes)  # of all rounds
+    scores: ScoreCounts = field(default_factory=ScoreCounts)  # over all rounds
+    sampled: Sequence[CompletionRecord] = ()  # in all rounds, those of dropped groups too
+    outcomes: GroupOutcomes = field(default_factory=GroupOutcomes)  # over all rounds
 
 
 def informative_groups(rollouts: StepRollouts, masks_overlong: bool = False) -> list[int]:

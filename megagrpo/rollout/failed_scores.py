@@ -14,7 +14,7 @@ class ScoreCounts:
     """How many completions were scored, and how many were not."""
 
     total: int = 0
-    outcomes: Mapping[str, int] = field(default_factory=dict)  # of those that failed
+    outcomes: Mapping[str, int] = field(default_factory=dict)  # how many failed in which way
     first: str = ""  # what the first one failed with
 
     @property

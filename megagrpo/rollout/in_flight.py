@@ -34,7 +34,7 @@ class ScoredCompletions:
     rewards: Mapping[SampleKey, Reward]
     generation_seconds: float = 0.0
     scoring_wait_seconds: float = 0.0  # after the last completion, until the last score
-    failure: EngineFailure | None = None  # of the engine, before the share was complete
+    failure: EngineFailure | None = None  # why the engine stopped before the share was complete
 
     def joined(self, later: "ScoredCompletions") -> "ScoredCompletions":
         """Return this share with what came later, and the later one's failure."""
@@ -81,7 +81,7 @@ class RolloutRequest:
     sampling: SamplingParams
     completions_per_prompt: int
     first_index: int = 0  # first completion index of a prompt that has been sampled in this step already
-    # of the data set that the prompts are from; gathered rollouts are added to it
+    # estimates for the data set that the prompts are from; gathered rollouts are added to them
     lengths: LengthEstimates = field(default_factory=LengthEstimates)
 
 
@@ -89,8 +89,8 @@ class RolloutRequest:
 class CompletedRollouts:
     """What came of a request, over all its attempts."""
 
-    outcome: ScoredCompletions | BaseException  # of this rank
-    records: dict[SampleKey, CompletionRecord] = field(default_factory=dict)  # of all ranks
+    outcome: ScoredCompletions | BaseException  # what this rank has
+    records: dict[SampleKey, CompletionRecord] = field(default_factory=dict)  # what all ranks have
     missing: list[int] = field(default_factory=list)  # groups that nobody was left for
     failures: dict[int, ShareFailure] = field(default_factory=dict)  # by rank; others than of an engine
     is_given_up: bool = False

@@ -16,7 +16,7 @@ from megagrpo.rollout.tokenisation import PromptTokeniser
 from megagrpo.types import Prompt
 from megagrpo.wire.counter_sampling import shuffled
 
-SHOWN_CHARACTERS = 1000  # of each end of a long prompt: where doubled and missing tokens are
+SHOWN_CHARACTERS = 1000  # from each end of a long prompt, where tokens are doubled or missing
 
 
 class PromptSource:

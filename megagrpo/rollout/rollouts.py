@@ -41,11 +41,11 @@ class StepRollouts:
     """The groups of one step, N prompts with G completions each."""
 
     prompts: Sequence[Prompt]  # by group
-    records: Mapping[SampleKey, CompletionRecord]  # of every completion, in the order of the keys
+    records: Mapping[SampleKey, CompletionRecord]  # one for every completion, in the order of the keys
     local: Mapping[SampleKey, Completion] = field(repr=False)  # those that this rank generated
     completions_per_prompt: int = 0
-    generation_seconds: float = 0.0  # of the slowest rank
-    scoring_wait_seconds: float = 0.0  # of the rank that waited longest for its last score
+    generation_seconds: float = 0.0  # the slowest rank's
+    scoring_wait_seconds: float = 0.0  # how long the rank waited that waited longest for its last score
 
     def matrix(
         self, values: Mapping[SampleKey, float], fill: float = 0.0, dtype: torch.dtype = torch.float64

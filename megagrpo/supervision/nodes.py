@@ -10,7 +10,7 @@ class Nodes:
     """The machines of a run. The first one holds the store that all ranks meet in."""
 
     count: int = 1
-    rank: int = 0  # of this machine
+    rank: int = 0  # this machine's
     host: str = ""  # where the store is: an address of the first machine that the others reach
     port: int = 0
 

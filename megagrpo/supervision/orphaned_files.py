@@ -69,7 +69,7 @@ class Ledger:
             self._handle = None
 
 
-_ledgers: set[Ledger] = set()  # of this process
+_ledgers: set[Ledger] = set()  # all that this process holds
 
 
 def close_ledgers() -> None:

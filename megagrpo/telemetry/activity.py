@@ -12,7 +12,7 @@ Counts = Callable[[str, int, int | None], None]
 
 _TAIL_BYTES = 4096
 _LAST_LINE_CHARACTERS = 60
-_ESTIMATE_AFTER = 0.1  # of the items: before that, the time that is left is a guess
+_ESTIMATE_AFTER = 0.1  # the fraction of items before which the time that is left is a guess
 
 
 def count_nothing(what: str, done: int, total: int | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from megagrpo.types import Completion, Prompt, Reward
 
 FOLDER = "completions"
-MOST_CHARACTERS = 20_000  # of a text; what is longer keeps its two ends
+MOST_CHARACTERS = 20_000  # a longer text keeps its two ends
 
 Samples = Sequence[tuple[Prompt, Completion, Reward]]
 

@@ -2,14 +2,14 @@
 summary and report show them.
 """
 
-REWARD = "reward/mean"  # of all that the step sampled; that of the groups that train is TRAINED_REWARD
-FAILED_FRACTION = "reward/failed_fraction"  # of completions that could not be scored
-REWARD_STD = "reward/std"  # of the same completions
+REWARD = "reward/mean"  # over all that the step sampled; over the groups that train: TRAINED_REWARD
+FAILED_FRACTION = "reward/failed_fraction"  # the part of the completions that could not be scored
+REWARD_STD = "reward/std"  # over the same completions as REWARD
 TRAINED_REWARD = "update/reward_mean"
 LOSS = "loss/total"  # mean over the step's updates
-LARGEST_LOSS = "loss/total_max"  # of several updates
+LARGEST_LOSS = "loss/total_max"  # the largest of the step's updates
 GRAD_NORM = "optimizer/grad_norm"  # mean over the step's updates, before clipping
-LARGEST_GRAD_NORM = "optimizer/grad_norm_max"  # of several updates
+LARGEST_GRAD_NORM = "optimizer/grad_norm_max"  # the largest of the step's updates
 GROUPS = "rollout/groups"  # that were sampled, dropped ones too
 SIGNAL_GROUPS = "rollout/signal_groups"  # whose rewards differ
 SOLVED_GROUPS = "rollout/solved_groups"  # whose rewards are all the same, and above 0
@@ -30,7 +30,7 @@ MEAN_LOGPROB_GAP = "rollout/mean_logprob_gap"  # mean over the same tokens, of a
 GENERATED_TOKENS = "rollout/generated_tokens"  # over all ranks
 SKIPPED_UPDATES = "update/skipped_nonfinite"  # updates of the step that all ranks skipped
 STEP_SECONDS = "time/step_seconds"  # wall-clock, without evaluation and checkpoint
-STEP_CPU_SECONDS = "time/step_cpu_seconds"  # of the same span, summed over all ranks
+STEP_CPU_SECONDS = "time/step_cpu_seconds"  # over the span of STEP_SECONDS, summed over all ranks
 PUBLISH = "publish/"  # publish/... are the numbers of a step's publish
 PUBLISH_SECONDS = "time/publish_seconds"  # wall-clock of it, waits for other ranks included
 STANDARD_ERROR = "standard_error"  # below eval/SET: of its mean, over prompts

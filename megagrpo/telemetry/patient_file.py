@@ -17,7 +17,7 @@ class PatientFile:
     def __init__(self, path: Path):
         """The file may exist: what is in it stays."""
         self.path = path
-        self.error: OSError | None = None  # of the newest flush; None where everything is in the file
+        self.error: OSError | None = None  # what stopped the newest flush; None: everything is in the file
         self._waiting = b""
         self._size = path.stat().st_size if path.exists() else 0
 

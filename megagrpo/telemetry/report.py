@@ -21,7 +21,7 @@ from megagrpo.telemetry.writers import read_rows
 
 MOST_BYTES = 6_000_000
 MOST_ROWS = 6_000  # a longer run is thinned: no screen has so many columns
-_DIGITS = 5  # of a number on the page
+_DIGITS = 5  # significant digits of a number on the page
 _PAGE = Path(__file__).parent / "report_page"
 
 

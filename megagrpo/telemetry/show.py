@@ -14,7 +14,7 @@ from megagrpo.registry import suggestion
 from megagrpo.telemetry.completions import FOLDER, read_completions
 
 Row = Mapping[str, Any]
-_SHOWN_CHARACTERS = 1200  # of a text
+_SHOWN_CHARACTERS = 1200  # where a longer text is cut
 
 
 def _reward(row: Row) -> float:

@@ -21,7 +21,7 @@ class PublishContext:
     rank: int
     world_size: int
     owners: tuple[int, ...]  # the trainer rank that hands buckets to each replica
-    dtype: torch.dtype  # of the weights on their way, but those that have one of their own
+    dtype: torch.dtype  # weights travel in it, but for those that have one of their own
     timeout_seconds: float
     token: str  # names this run's memories; equal on all ranks
 

@@ -32,7 +32,7 @@ class ExportEntry:
     """One HF tensor of an export; for experts, one of each expert parallel rank."""
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]  # of one tensor parallel rank's slice, vocabulary padding included
+    shape: tuple[int, ...]  # one tensor parallel rank's slice, vocabulary padding included
     split_dimension: int | None  # None: every tensor parallel rank holds all of it
     rows: int | None  # true vocabulary size, where the padding must not leave
     dtype: str  # a torch dtype without its prefix

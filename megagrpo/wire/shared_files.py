@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "megagrpo_"  # of every file of ours there
+PREFIX = "megagrpo_"  # begins the name of every file of ours there
 LEDGER = "MEGAGRPO_SHARED_FILES"  # environment variable of a server: the file that names them
 
 

@@ -16,7 +16,7 @@ from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.registry import Registry
 
 # Values that differ by a few rounding errors are equal: their difference is no signal. The errors are those
-# of float32 in float64 too, because a reward model's float32 score comes here as a Python number.
+# that float32 makes, for float64 values too: a reward model's float32 score comes here as a Python number.
 EQUAL_ULPS = 8
 ROUNDING = EQUAL_ULPS * torch.finfo(torch.float32).eps
 
@@ -52,7 +52,7 @@ class AdvantageInputs:
     lengths: Tensor | None = None  # [N, G] float64 trained tokens per completion
     reward_parts: Tensor | None = None  # [N, G, R] float64, one column per reward
     part_weights: Tensor | None = None  # [R] float64
-    penalties: PenaltySums | None = None  # of the KL in the reward, where the estimator takes it by token
+    penalties: PenaltySums | None = None  # the KL in the reward, where the estimator takes it by token
 
 
 @dataclass(frozen=True)

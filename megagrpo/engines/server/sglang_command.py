@@ -68,7 +68,8 @@ def _words(model: ServedModel, python: str, port: int) -> list[str]:
         # What sleep() gives back. Weights without a copy would be lost, and with them the base of
         # published changes.
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-        arguments |= {"mem_fraction_static": model.config.server.gpu_memory_fraction}  # of what is free
+        # SGLang takes a fraction of the memory that is free
+        arguments |= {"mem_fraction_static": model.config.server.gpu_memory_fraction}
     return [
         *host_command(python, "megagrpo.host.sglang.server"),
         "--end-with-parent",

@@ -21,8 +21,8 @@ class Limits:
 
     wall_seconds: float = 5.0
     cpu_seconds: int = 5
-    memory_bytes: int = 512 << 20  # of address space
-    file_bytes: int = 1 << 20  # of each file that it writes, standard output too
+    memory_bytes: int = 512 << 20  # address space
+    file_bytes: int = 1 << 20  # for each file that it writes, standard output too
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Outcome:
 
     kind: Literal["ok", "timeout", "error"]  # error: it raised, or ended with a status other than 0
     output: str = ""  # what it printed, cut at Limits.file_bytes
-    results: Sequence[Any] = ()  # of each call, through JSON; NO_RESULT where it raised or was not reached
+    # one for each call, through JSON; NO_RESULT where it raised or was not reached
+    results: Sequence[Any] = ()
     detail: str = ""  # the last line of its standard error
 
 

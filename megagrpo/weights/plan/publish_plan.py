@@ -35,7 +35,7 @@ class Bucket:
     index: int
     first: int
     last: int
-    nbytes: int  # of the fullest destination
+    nbytes: int  # what the fullest destination gets of it
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Transfer:
     destination: int  # engine rank of the replica; 0 under `full`
     target: int  # position in the destination's list of parameters
     source: str
-    box: Box  # of the source, in its own coordinates
-    place: Box  # of the target's grid
+    box: Box  # in the source's coordinates
+    place: Box  # in the target's grid
 
     @property
     def numel(self) -> int:

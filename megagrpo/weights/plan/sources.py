@@ -25,7 +25,7 @@ class SourceTensor:
 
     name: str  # HF name, with {expert} in it where stacked
     unit: str  # tensors of one unit are fused in an engine: they travel in one bucket
-    kind: str  # of its rule
+    kind: str  # the kind of its rule
     shape: tuple[int, ...]
     stage: int
     # the dimension cut in equal slices over (expert) tensor parallel ranks; None: each holds all

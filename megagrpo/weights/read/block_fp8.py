@@ -23,7 +23,7 @@ from megagrpo.weights.plan.sources import SourceTensor
 
 FP8_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "float32"
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
-SMALLEST_AMAX = 1e-4  # of a block, so that a block of zeros has a scale
+SMALLEST_AMAX = 1e-4  # what a block's amax is at least, so that a block of zeros has a scale
 
 
 def quantize_sources(sources: Sequence[SourceTensor]) -> Iterator[SourceTensor]:

@@ -26,7 +26,7 @@ class QuantizingReader(SliceReader):
 
     def __init__(self, model: StageModel, plan: PublishPlan, rank: int):
         super().__init__(model, plan, rank)
-        self._held: dict[str, Box] = {}  # of the weights that are quantised
+        self._held: dict[str, Box] = {}  # by name of a weight that is quantised
         for source in plan.sources.values():
             found = holders_with(source, rank, plan.trainer)
             if source.dtype == FP8_DTYPE and found and (box := box_held(source, found[0], plan.trainer)):

@@ -137,7 +137,7 @@ def _lay_out(found: list[list[Found]], itemsize: int) -> tuple[list[list[SlotRun
         for index, (replica, _, number, _, _) in enumerate(changes):
             by_place[replica, number].append((rank, index))
     regions: dict[Place, Region] = {}
-    ends: dict[int, int] = defaultdict(int)  # of each replica's slot
+    ends: dict[int, int] = defaultdict(int)  # where each replica's slot is filled up to
     for place in sorted(by_place):
         region = regions[place] = Region(ends[place[0]])
         for rank, index in by_place[place]:

@@ -8,7 +8,7 @@ import torch
 from megagrpo.weights.plan.publish_plan import Transfer
 from megagrpo.wire.bucket_manifest import Patch, TensorEntry
 
-NO_CHECKSUM = "00000000"  # of no bytes
+NO_CHECKSUM = "00000000"  # the checksum of nothing
 
 Place = tuple[int, int]  # replica, number of a parameter in the bucket's layout
 
@@ -19,7 +19,7 @@ class SlotRun:
 
     replica: int
     destination: int
-    number: int  # of the parameter, in the bucket's layout
+    number: int  # the parameter's place in the bucket's layout
     start: int  # element of all that is sent of the parameter
     elements: int
     offset: int  # in the slot
@@ -46,7 +46,7 @@ class Region:
 class SelectedBlocks:
     """Blocks that are sent in place of slices, those of a parameter one after another."""
 
-    runs: Sequence[Sequence[SlotRun]]  # of every rank, by rank
+    runs: Sequence[Sequence[SlotRun]]  # every rank's, by rank
     blocks: Sequence[torch.Tensor]  # this rank's, of any shape, one for each of its runs
     regions: Mapping[Place, Region]
 
@@ -59,10 +59,10 @@ class SelectedBlocks:
 class SelectedBucket:
     """What is sent of one bucket."""
 
-    number: int  # of the bucket, in the plan
+    number: int  # the bucket's place in the plan
     sends: Sequence[Transfer]  # this rank's slices; none where blocks are sent
-    planned_bytes: int  # of all slices of the bucket that this rank has for the replicas
-    nbytes: int  # of these, what is sent
+    planned_bytes: int  # all slices of the bucket that this rank has for the replicas
+    nbytes: int  # what is sent of them
     base: int | None = None  # the version that what is not sent is left as it is in; None: all is sent
     left_out: frozenset[int] = frozenset()  # positions of parameters that are not sent; of layout `full`
     blocks: SelectedBlocks | None = None

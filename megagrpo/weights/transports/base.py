@@ -23,9 +23,9 @@ SLOTS = 2
 class TransportStats:
     """What one publish moved on this rank."""
 
-    planned_bytes: int = 0  # of this rank's slices
-    written_bytes: int = 0  # of these, to wherever they go; less where only changes are sent
-    sent_bytes: int = 0  # of these, through a process group
+    planned_bytes: int = 0  # all of this rank's slices
+    written_bytes: int = 0  # what was written of them, wherever it goes; less where only changes are sent
+    sent_bytes: int = 0  # what went through a process group
     peak_bytes: int = 0  # most memory beside the model's: this rank's slots and messages
 
 
