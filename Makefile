@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it creates.
 #   make quickstart   install, run GRPO on a tiny model (TP2, then PP2), say where the results are
-#   make examples     run what the READMEs of the examples show, compare the figures that they state (minutes)
+#   make examples     run what the READMEs show, compare the figures that those of the examples state (minutes)
 #   make test         install what the tests need, run them all but those of engine servers
 #   make engines      install the rollout engines that are servers, each into an environment of its own under .engines
 #   make test-engines run the tests that start such servers, one with SmolLM2-135M (98 MB to download)
@@ -51,8 +51,9 @@ smollm2: $(VENV)/.installed $(SMOLLM2)
 gsm8k: $(VENV)/.installed $(SMOLLM2)
 	$(BIN)/megagrpo run examples/gsm8k/gsm8k.yaml --nproc 2
 
-# Runs the commands that the examples' READMEs show and compares the figures that they state: minutes
-examples: $(VENV)/.installed
+# Runs the commands that the READMEs show and compares the figures that those of the examples state: minutes, and
+# more where there are engines (make engines)
+examples: $(VENV)/.installed $(SMOLLM2)
 	$(BIN)/python tools/check_examples.py
 
 # Each rollout engine that is a server has a Python environment of its own, which engine.server.python finds under .engines.

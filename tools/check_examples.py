@@ -1,4 +1,5 @@
 """Runs the commands that the README of every example shows, and compares the figures with those it states.
+Where no example is named it goes on with what else the READMEs show (`readme_commands.py`).
 
     python tools/check_examples.py [examples/quickstart ...] [--json FILE]        # all of them: minutes
 
@@ -20,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from readme_commands import commands_to_run, run_all
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -133,6 +136,8 @@ def main() -> int:
             outcomes += check_example(folder)
         except (ValueError, subprocess.CalledProcessError) as error:
             failed.append(f"{folder}: {error}")
+    if not options.examples:
+        failed += run_all(commands_to_run())
     for outcome in outcomes:
         figure, found = outcome.figure, "missing" if outcome.found is None else f"{outcome.found:.4g}"
         verdict = "ok" if outcome.is_as_stated else "NOT AS STATED"
