@@ -2,9 +2,7 @@
 one line, with all steps saved that are trained; and for ever from one of two servers.
 """
 
-from pathlib import Path
-
-from chains import Case, Chain, newest_checkpoint
+from chains import Case, Chain, kept
 from fake_engine import ACTIONS
 
 ENGINE = [
@@ -52,16 +50,6 @@ WHERE = r"http://127\.0\.0\.1:\d+\S*:? .*"
 
 def wrong(action, step, point="answer", times=1, server=0):
     return {"point": point, "action": action, "step": step, "times": times, "server": server}
-
-
-def kept(step):
-    """A check of the run folder: this step was saved."""
-
-    def find_loss(run_dir: Path) -> str | None:
-        found = newest_checkpoint(run_dir)
-        return None if found == step else f"step {step} is trained, the newest checkpoint is of step {found}"
-
-    return find_loss
 
 
 def once(step, action):

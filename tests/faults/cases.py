@@ -1,7 +1,7 @@
 """The faults."""
 
 from answer_cases import ANSWERS, ANSWERS_OF_TWO
-from chains import Case, Chain
+from chains import Case, Chain, kept
 from engine_cases import ENGINES, GROUPS
 from outside_cases import ATTACKS
 from storage_cases import FOLDERS, SAVES
@@ -237,6 +237,28 @@ FOUR = Chain(
     ],
 )
 
+
+def raises_in_a_save(step, rank):
+    """The other rank's storage takes seconds for its part of the last save, which is kept all the same."""
+    slow = [at("files.open", "slow", each, LAST - rank) for each in (step - 1, step)]
+    return [
+        Case(
+            f"an error on rank {rank} alone while the other one still writes the last save",
+            "resumes",
+            [at("exchange.enter", "raise", step, rank), *slow],
+            says=rf"rank {rank} failed in step {step}, phase \w+: RuntimeError: injected",
+            leaves=kept(step - 1),
+        )
+    ]
+
+
+SHORT_BACKGROUND = Chain(
+    "short background",
+    2,
+    ["checkpoint.asynchronous=true"],
+    [raises_in_a_save(3, rank=0), raises_in_a_save(6, rank=1)],
+)
+
 BACKGROUND = Chain(
     "background",
     2,
@@ -245,6 +267,8 @@ BACKGROUND = Chain(
         killed("killed while the last save is being written", "generate.enter", 3),
         stopped("SIGTERM while the last save is being written", "generate.enter", 5, "term"),
         raises("an error while the last save is being written", "exchange.enter", 7, rank=0),
+        raises_in_a_save(10, rank=0),
+        raises_in_a_save(13, rank=1),
     ],
 )
 

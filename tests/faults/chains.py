@@ -311,6 +311,16 @@ def newest_checkpoint(run_dir: Path) -> int:
     return max((int(path.name[5:]) for path in folders), default=0)
 
 
+def kept(step: int) -> Callable[[Path], str | None]:
+    """Return a check of the run folder: this step was saved."""
+
+    def find_loss(run_dir: Path) -> str | None:
+        found = newest_checkpoint(run_dir)
+        return None if found == step else f"step {step} is trained, the newest checkpoint is of step {found}"
+
+    return find_loss
+
+
 def snapshot(run_dir: Path) -> dict[str, bytes]:
     """Return the files that must survive: checkpoints and metrics."""
     files = [*(run_dir / "checkpoints").rglob("*"), run_dir / "metrics.jsonl"]

@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from answer_cases import SHORT_ANSWERS
-from cases import SHORT
+from cases import SHORT, SHORT_BACKGROUND
 from engine_cases import SHORT_ENGINES
 from fleet import Fleet
 from harness import run_chain
@@ -43,6 +43,12 @@ def assert_bit_equal(result):
 @pytest.mark.parametrize("name", names(SHORT))
 def test_the_run_goes_on_bit_equal_after(results, name):
     assert_bit_equal(results(SHORT)[name])
+
+
+@pytest.mark.parametrize("name", names(SHORT_BACKGROUND))
+def test_a_save_under_way_is_whole_after(results, name):
+    """One rank of two fails by itself; the step before it was still being written."""
+    assert_bit_equal(results(SHORT_BACKGROUND)[name])
 
 
 @pytest.mark.parametrize("name", names(SHORT_ANSWERS))
