@@ -51,6 +51,11 @@ class ServerConfig(Section):
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         0.85, description="of the GPU memory that the trainer's models leave free, what the server takes"
     )
+    sleep_keeps_weights: bool = Field(
+        False,
+        description="under engine.sleep_while_training: keep the weights in host memory, for the changes of "
+        "weights.delta; else they are dropped, and every publish brings all of them",
+    )
     quantization: Literal["none", "fp8_block"] = Field(
         "none",
         description="the server's model; fp8_block: linear layers and experts in float8, one scale "

@@ -128,8 +128,9 @@ class Engine(ABC):
 
     @abstractmethod
     def sleep(self) -> None:
-        """Free accelerator memory between rollouts; weights survive. generate() and updates are errors
-        until `wake()`.
+        """Free accelerator memory between rollouts; generate() and updates are errors until `wake()`.
+
+        An engine that gives its weights up is empty then: it generates after the next whole update.
         """
 
     @abstractmethod

@@ -190,12 +190,14 @@ class EngineLifecycle:
         if self.is_open:
             self._move(Action.ABORT)
 
-    def sleep(self) -> None:
-        """Note that the engine sleeps."""
+    def sleep(self, keeps_weights: bool = True) -> None:
+        """Note that the engine sleeps; without its weights it wakes empty."""
         with self._lock:
             self.require(Action.SLEEP)
             self._require_idle("the rollout engine can't sleep")
             self._move(Action.SLEEP)
+            if not keeps_weights:
+                self.version, self._rest = None, EngineState.EMPTY
 
     def wake(self) -> None:
         """Note that the engine is awake again."""

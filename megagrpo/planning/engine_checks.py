@@ -32,6 +32,11 @@ def check_engine(
     if getattr(server, "offline", False) and server.addresses:
         yield "engine.server.offline: true: engine.server.addresses names servers that run already"
     yield from _check_replicas(server, world_size)
+    if weights.delta and engine.sleep_while_training and not server.sleep_keeps_weights:
+        yield (
+            "weights.delta: true: engine.sleep_while_training drops the weights that changes would be to; "
+            "take engine.server.sleep_keeps_weights: true"
+        )
     for field in ("start_timeout_seconds", "request_timeout_seconds"):
         if getattr(server, field) >= collective_timeout_seconds:
             yield (

@@ -1,7 +1,7 @@
 """What `engine.sleep_while_training` asks of servers, as far as it can be seen without a GPU.
 
-`test_weights_survive_sleep` of the contract makes the calls on real servers; on a CPU these stop decoding and
-drop their caches, but have no memory to give back.
+On a CPU real servers take all of the calls, stop decoding and drop their caches, but have no memory to give
+back.
 """
 
 import json
@@ -14,11 +14,14 @@ import pytest
 import torch
 from engine_contract import SERVER_NAMES, params, publish, tokens
 
+from megagrpo.config.engine_sections import build_engine_config
 from megagrpo.engines.server.command import HOST_PATH, find_python
 from megagrpo.engines.server.http_client import EngineClient
 from megagrpo.engines.server.sglang_command import sglang_command
 from megagrpo.engines.server.vllm_command import vllm_command
 
+VLLM = [name for name in SERVER_NAMES if name.values[0] == "vllm"]
+KEEPS = build_engine_config("vllm", server={"sleep_keeps_weights": True})  # of any server: they share fields
 COMMANDS = {"vllm": vllm_command, "sglang": sglang_command}
 PARSE = {
     "vllm": """
@@ -41,11 +44,20 @@ print(parser.parse_args(json.loads(sys.argv[1])).enable_memory_saver)
 }
 
 
-@pytest.mark.parametrize(
-    "build_engine", [name for name in SERVER_NAMES if name.values[0] == "vllm"], indirect=True
-)
+@pytest.mark.parametrize("build_engine", SERVER_NAMES, indirect=True)
+def test_kept_weights_serve_after_sleep(build_engine, prompts, model):
+    engine = build_engine(KEEPS)
+    publish(engine, model, version=1)
+    before = tokens(engine.generate(prompts, params(), range(2)))
+    engine.sleep()
+    engine.wake()
+    assert engine.weight_version == 1
+    assert tokens(engine.generate(prompts, params(), range(2))) == before
+
+
+@pytest.mark.parametrize("build_engine", VLLM, indirect=True)
 def test_a_vllm_server_sleeps_and_wakes(build_engine, prompts, model):
-    engine = build_engine()
+    engine = build_engine(KEEPS)
     publish(engine, model, version=1)
     before = tokens(engine.generate(prompts, params(), range(2)))
     for asleep, move in ((True, engine.sleep), (False, engine.wake)):

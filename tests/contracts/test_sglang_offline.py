@@ -17,8 +17,8 @@ from test_engine_contract import (
 from test_engine_update_contract import (
     test_a_commit_replaces_every_weight_and_drops_what_was_cached,  # noqa: F401
     test_a_wrong_tensor_is_named_and_its_update_never_serves,  # noqa: F401
+    test_an_engine_that_slept_generates_at_the_latest_after_the_next_version,  # noqa: F401
     test_an_open_or_aborted_update_never_serves_a_mixture,  # noqa: F401
-    test_weights_survive_sleep,  # noqa: F401
 )
 
 from megagrpo.config.engine_sections import build_engine_config

@@ -8,7 +8,7 @@ from megagrpo.engines.lifecycle import Action, EngineLifecycle
 from megagrpo.engines.server.answers import ParameterDescription
 from megagrpo.engines.server.bucket_update import BucketUpdate
 from megagrpo.engines.server.engine_server import EngineServer
-from megagrpo.engines.server.protocol import ServerProtocol
+from megagrpo.engines.server.protocol import Part, ServerProtocol
 from megagrpo.engines.server.requests import CompletionRequests
 from megagrpo.errors import UserError
 from megagrpo.models.quantization import find_mismatch
@@ -25,6 +25,10 @@ class ServerEngine(BucketEngine):
     then continue under the new version, which their completions' `weight_versions` say token by token; if
     the update fails, they are aborted.
 
+    A server that gave its weights up to sleep takes memory for them when it wakes, and memory for keys and
+    values once a whole version has come: the two and the update's buckets are never there beside a trainer
+    that still holds its own.
+
     A server that dies or falls silent makes the engine "dead": it refuses everything until `restart()`.
 
     Attributes:
@@ -37,7 +41,7 @@ class ServerEngine(BucketEngine):
         self.protocol, self.server = protocol, server
         self.is_owner, self.engine_ranks, self.dtype = is_owner, protocol.engine_ranks, protocol.model.dtype
         self.transfer_group: str | None = None
-        self._is_aborted = False
+        self._is_aborted = self._is_cache_asleep = False
         self._lifecycle = EngineLifecycle(find_loss=lambda: server.loss)
         self._update = self._new_update()
         if self.protocol.model.load_weights:
@@ -106,6 +110,8 @@ class ServerEngine(BucketEngine):
         return self._update.receive(manifest)
 
     def complete_update(self, version: int) -> None:
+        self._lifecycle.require_completable(version)
+        self._wake_cache()
         self._update.complete(version)
 
     def sample_probe(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
@@ -123,14 +129,21 @@ class ServerEngine(BucketEngine):
     def sleep(self) -> None:
         self._lifecycle.require(Action.SLEEP)
         if self.is_owner and not self._lifecycle.is_asleep:
-            self.protocol.set_asleep(True)
-        self._lifecycle.sleep()
+            self._wake_cache()  # servers fall asleep whole
+            self.protocol.sleep()
+        self._lifecycle.sleep(self.protocol.keeps_weights)
 
     def wake(self) -> None:
         self._lifecycle.require(Action.WAKE)
         if self.is_owner:
-            self.protocol.set_asleep(False)
+            self.protocol.wake(Part.ALL if self.protocol.keeps_weights else Part.WEIGHTS)
+            self._is_cache_asleep = not self.protocol.keeps_weights
         self._lifecycle.wake()
+
+    def _wake_cache(self) -> None:
+        if self._is_cache_asleep:
+            self.protocol.wake(Part.CACHE)
+            self._is_cache_asleep = False
 
     def abort(self) -> None:
         self._is_aborted = True
@@ -159,7 +172,7 @@ class ServerEngine(BucketEngine):
         if self._lifecycle.is_closed:
             raise EngineError("the rollout engine is closed")
         self.forget_weights()  # before the server is taken for found: another thread may ask
-        self.transfer_group = None
+        self.transfer_group, self._is_cache_asleep = None, False
         if self.is_owner:
             self.server.restart()
         else:

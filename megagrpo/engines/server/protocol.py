@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -18,6 +19,15 @@ from megagrpo.wire.transfer_group import GroupAddress
 
 PostRequest = tuple[str, Any]
 """(path, body) of one POST."""
+
+
+class Part(Enum):
+    """What of a sleeping server's memory is taken again."""
+
+    ALL = "all"
+    WEIGHTS = "weights"
+    CACHE = "cache"  # keys and values, and all else that is not weights
+
 
 # An id, its log-prob and its text take about 200 bytes of JSON.
 _TOKEN_BYTES = 1024
@@ -104,9 +114,18 @@ class ServerProtocol(ABC):
         `sharded`.
         """
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the weights survive sleep, in host memory."""
+        return self.model.config.server.sleep_keeps_weights
+
     @abstractmethod
-    def set_asleep(self, asleep: bool) -> None:
-        """Give the accelerator's memory back, or take it again; the weights survive."""
+    def sleep(self) -> None:
+        """Give the accelerator's memory back."""
+
+    @abstractmethod
+    def wake(self, part: Part) -> None:
+        """Take memory again; `part` sleeps."""
 
     def _read(self, kind: TypeAdapter[Answer], answer: Any) -> Answer:
         try:

@@ -65,9 +65,8 @@ def _words(model: ServedModel, python: str, port: int) -> list[str]:
     if model.device.type == "cpu":
         arguments |= {"attention_backend": "torch_native", "disable_cuda_graph": True}
     else:
-        # What sleep() gives back. Weights without a copy would be lost, and with them the base of
-        # published changes.
-        arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        arguments |= {"enable_memory_saver": True}  # what sleep() gives back
+        arguments |= {"enable_weights_cpu_backup": model.config.server.sleep_keeps_weights}
         # SGLang takes a fraction of the memory that is free
         arguments |= {"mem_fraction_static": model.config.server.gpu_memory_fraction}
     return [

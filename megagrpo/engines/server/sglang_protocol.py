@@ -18,7 +18,7 @@ from megagrpo.engines.server.answers import (
     StrictModel,
 )
 from megagrpo.engines.server.http_client import Call
-from megagrpo.engines.server.protocol import PostRequest, ServerProtocol
+from megagrpo.engines.server.protocol import Part, PostRequest, ServerProtocol
 from megagrpo.engines.server.sglang_answers import read_samples
 from megagrpo.types import Prompt, SamplingParams
 from megagrpo.wire.bucket_manifest import BucketManifest
@@ -34,6 +34,11 @@ from megagrpo.wire.sglang_instructions import (
 )
 from megagrpo.wire.transfer_group import GroupAddress
 
+_WAKE_TAGS: Mapping[Part, dict[str, list[str]]] = {
+    Part.ALL: {},
+    Part.WEIGHTS: {"tags": ["weights"]},
+    Part.CACHE: {"tags": ["kv_cache", "cuda_graph"]},
+}
 _SHORT_PROMPT_TOKENS = 32  # computed again for every completion: that takes less than a round trip more
 
 
@@ -133,8 +138,11 @@ class SglangProtocol(ServerProtocol):
     def parameter_checksums(self) -> list[dict[str, str]]:
         return self._read(CHECKSUMS, self._instruct(checksums_body()))
 
-    def set_asleep(self, asleep: bool) -> None:
-        self.server.call("/release_memory_occupation" if asleep else "/resume_memory_occupation", {})
+    def sleep(self) -> None:
+        self.server.call("/release_memory_occupation", {})
+
+    def wake(self, part: Part) -> None:
+        self.server.call("/resume_memory_occupation", _WAKE_TAGS[part])
 
     # ---- details
 

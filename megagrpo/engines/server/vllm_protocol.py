@@ -23,11 +23,12 @@ from megagrpo.engines.server.answers import (
     read_answer,
 )
 from megagrpo.engines.server.http_client import Call
-from megagrpo.engines.server.protocol import PostRequest, ServerProtocol
+from megagrpo.engines.server.protocol import Part, PostRequest, ServerProtocol
 from megagrpo.types import Prompt, SamplingParams
 from megagrpo.wire.bucket_manifest import BucketManifest
 from megagrpo.wire.transfer_group import GroupAddress
 
+_WAKE_TAGS = {Part.ALL: "", Part.WEIGHTS: "?tags=weights", Part.CACHE: "?tags=kv_cache"}
 _REQUEST_PREFIX = "generate-tokens-"  # the server's own, before the request ids of its generate route
 
 
@@ -172,14 +173,19 @@ class VllmProtocol(ServerProtocol):
         answers = self._call_workers("checksum_parameters")
         return self._read(CHECKSUMS, [answer.get("checksums") for answer in answers])
 
-    def set_asleep(self, asleep: bool) -> None:
-        answer = self.server.call("/sleep?level=1" if asleep else "/wake_up", is_repeatable=True)
-        told = self._read(_SLEEP, answer).status
-        if told != ("sleeping" if asleep else "awake"):  # a part of it may be left asleep
-            raise EngineError(
-                f"{self.server.address}: asked to {'sleep' if asleep else 'wake'}, "
-                f"the engine says that it is {told}"
-            )
+    def sleep(self) -> None:
+        self._move(f"/sleep?level={1 if self.keeps_weights else 2}", "sleeping")
+
+    def wake(self, part: Part) -> None:
+        # awake are servers of which no part sleeps
+        self._move(f"/wake_up{_WAKE_TAGS[part]}", "sleeping" if part is Part.WEIGHTS else "awake")
+        if part is Part.CACHE:
+            self.pause(abort=False)  # one that is whole again has begun to schedule, and an update is open
+
+    def _move(self, path: str, wanted: str) -> None:
+        told = self._read(_SLEEP, self.server.call(path, is_repeatable=True)).status
+        if told != wanted:
+            raise EngineError(f"{self.server.address}: after {path} the engine says that it is {told}")
 
     def _call_workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
         """Call a method of the weight receiver on every worker; the answers by engine rank."""

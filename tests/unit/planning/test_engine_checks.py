@@ -45,6 +45,12 @@ def problems_of(tmp_path, monkeypatch):
         ),
         (
             1,
+            ["engine.name=vllm", "engine.sleep_while_training=true", "weights.delta=true"],
+            "weights.delta: true: engine.sleep_while_training drops the weights that changes would be to; "
+            "take engine.server.sleep_keeps_weights: true",
+        ),
+        (
+            1,
             ["weights.layout=sharded"],
             "weights.layout: sharded: engine.name transformers lives in the ranks, weights are copied into "
             "it directly",
