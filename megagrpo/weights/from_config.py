@@ -80,16 +80,20 @@ def choose_transport(
         are_started_here: the engines were started by the run, so each is on the GPUs of its ranks.
 
     Raises:
-        UserError: `shared_memory` over several machines, `ipc` without CUDA, or a transport that the engine
-            does not read.
+        UserError: `shared_memory` over several machines, `ipc` without CUDA, `group` with engines on the
+            ranks' GPUs, or a transport that the engine does not read.
     """
     places = all_gather_metadata((socket.gethostname(), engine_host, is_own_address(engine_host)))
     hosts = {host for host, *_ in places} | {engine for _, engine, is_here in places if not is_here}
-    name = wanted
+    name, shares_gpus = wanted, has_cuda() and are_started_here
     if wanted == "auto":
-        # NCCL refuses a group with two members on one GPU: engines on the ranks' own are reached by IPC
-        shares_gpus = has_cuda() and are_started_here and "ipc" in offered
-        name = "ipc" if shares_gpus else "shared_memory" if len(hosts) == 1 else "group"
+        by_ipc = shares_gpus and "ipc" in offered
+        name = "ipc" if by_ipc else "shared_memory" if len(hosts) == 1 else "group"
+    if name == "group" and shares_gpus:
+        raise UserError(
+            "weights.transport.kind: group: engines that the run starts are on the GPUs of its ranks, and "
+            "NCCL connects no two processes on one GPU; take ipc, shared_memory or disk"
+        )
     if name == "shared_memory" and len(hosts) > 1:
         raise UserError(
             f"weights.transport.kind: shared_memory: ranks and engines are on {len(hosts)} hosts; "

@@ -38,7 +38,16 @@ def test_engines_on_the_gpus_of_their_ranks_are_reached_by_ipc_on_any_number_of_
     places = [(host, HERE) for host in hosts]
     assert choose(monkeypatch, "auto", places, (*ALL, "ipc")) == "ipc"
     assert choose(monkeypatch, "auto", places, (*ALL, "ipc"), are_started_here=False) != "ipc"
-    assert choose(monkeypatch, "auto", places, ALL) != "ipc"
+
+
+def test_a_group_with_engines_on_the_gpus_of_their_ranks_is_refused(monkeypatch):
+    """NCCL says "Duplicate GPU detected" in the first publish, hours after the start of a large model."""
+    monkeypatch.setattr(from_config, "has_cuda", lambda: True)
+    places = [("a", HERE), ("b", HERE)]
+    for wanted, offered in (("group", (*ALL, "ipc")), ("auto", ALL)):
+        with pytest.raises(UserError, match=r"kind: group: .* no two processes on one GPU; take ipc"):
+            choose(monkeypatch, wanted, places, offered)
+    assert choose(monkeypatch, "group", places, are_started_here=False) == "group"
 
 
 def test_shared_memory_with_an_engine_elsewhere_is_refused(monkeypatch):
