@@ -132,12 +132,22 @@ def fused_attn_bwd(
     return [grad.to(t.dtype) for grad, t in zip(grads, (q, k, v), strict=True)] + [None, None]
 
 
+def _positions(length, cp_size, cp_rank):
+    """Of the tokens of one sequence that a context parallel rank holds: its piece from the front, and as many
+    from the back.
+    """
+    if cp_size == 1:
+        return torch.arange(length)
+    pieces = torch.arange(length).chunk(2 * cp_size)
+    return torch.cat([pieces[cp_rank], pieces[2 * cp_size - 1 - cp_rank]])
+
+
 def _rope(t, freqs, interleaved, cu_seqlens, cp_size, cp_rank, sign):
-    assert not interleaved and cp_size == 1
+    assert not interleaved
     if type(t).__name__ == "FakeTensor":
         return torch.empty_like(t)
     positions = (
-        torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()])
+        torch.cat([_positions(n, cp_size, cp_rank) for n in cu_seqlens.diff().tolist()])
         if cu_seqlens is not None
         else torch.arange(t.shape[0])
     )
