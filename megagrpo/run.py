@@ -1,7 +1,8 @@
 """Runs a configuration on this rank: builds the parts, wires the loop, and takes everything down again."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from megagrpo.config.rollout_sections import EvaluationSetConfig
 from megagrpo.config.schema import Config
 from megagrpo.device.device import finish_queued_work
 from megagrpo.device.environment import describe_crowding
-from megagrpo.engines.base import asleep
+from megagrpo.engines.base import Engine, asleep
 from megagrpo.errors import StopRequested, UserError
 from megagrpo.evaluation.evaluator import Evaluator
 from megagrpo.models.hf_export import export_dtype, staging_folder, write_hf_folder
@@ -27,6 +28,7 @@ from megagrpo.parallel.groups import all_reduce_flag, destroy_groups
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.guarded_update import GuardedUpdate
 from megagrpo.policy.logprob_gap import LogprobGapGate, warning_bound
+from megagrpo.policy.offload import Offload
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update import PolicyUpdater
@@ -116,7 +118,9 @@ def run_training(
             supervisor=supervisor,
             stop_if_asked=stop_if_asked,
             clock=clock,
-            engine_rests=partial(asleep, session.generator.engine, config.engine.sleep_while_training),
+            engine_rests=partial(
+                _rest, session.generator.engine, session.offload, config.engine.sleep_while_training
+            ),
             export=build_export(config, session.publisher.exporter, is_first),
             max_roll_backs=config.spikes.max_roll_backs,
         ).run()
@@ -145,6 +149,13 @@ def build_recorder(config: Config, display: Display) -> Recorder:
         display,
         on_summary=write_card,
     )
+
+
+@contextmanager
+def _rest(engine: Engine, offload: Offload, sleeps: bool) -> Iterator[None]:
+    """What is entered for an update: the device is the policy's while the context lasts."""
+    with asleep(engine, sleeps), offload.resident():
+        yield
 
 
 def build_update(

@@ -30,6 +30,7 @@ from megagrpo.parallel.layout import ParallelLayout, build_layout
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder
 from megagrpo.policy.microbatches import PackingRules
+from megagrpo.policy.offload import Offload
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.update import PolicyUpdater
 from megagrpo.rewards.pool import RewardPool
@@ -60,6 +61,7 @@ class Session:
     actor: Actor
     algorithm: Algorithm
     reference: Reference | None
+    offload: Offload
     updater: PolicyUpdater
     generator: RolloutGenerator
     publisher: Publisher
@@ -110,6 +112,8 @@ def build_session(
     lock = hold_run_folder(Path(config.run.dir))
     actor, reference = _build_models(config, inputs, groups, device, building, counts)
     updater, builder = _build_updater(config, inputs, layout, actor, reference, device)
+    offload = Offload(config.update.offload, actor, reference, device)
+    offload.leave()  # the engine takes its memory from what is free
     generator, publisher = _build_engine(
         config, inputs, actor, builder, rewards, engine_start, building, counts, note
     )
@@ -121,6 +125,7 @@ def build_session(
         actor=actor,
         algorithm=inputs.algorithm,
         reference=reference,
+        offload=offload,
         updater=updater,
         generator=generator,
         publisher=publisher,
@@ -173,6 +178,7 @@ def _build_models(
         config.parallel.overlap_grad_reduce,
         config.parallel.overlap_param_gather,
         counts,
+        gradients_in_float32=config.precision.gradients == "fp32",
     )
     if not is_megatron_checkpoint(config.model_folder):
         check_no_unknown_tensors(actor.model, config.model_folder)

@@ -236,7 +236,8 @@ class OwnedOptimizerState:
             if (piece := self._local_piece(parameter, state)) is not None:
                 pieces[parameter.owner].append(piece)
         device = batch[0].parameter.device
-        sent = [torch.cat(parts) if parts else torch.empty(0, device=device) for parts in pieces]
+        # they may have left the device until the next update
+        sent = [torch.cat(parts).to(device) if parts else torch.empty(0, device=device) for parts in pieces]
         owned = [parameter for parameter in batch if parameter.owner == me]
         sizes = [
             sum(last - first for first, last in (self._overlap(parameter, rank) for parameter in owned))

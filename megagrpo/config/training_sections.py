@@ -89,13 +89,18 @@ class PrecisionConfig(Section):
 
     recipe: Literal["fp32", "bf16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"] = Field(
         "fp32",
-        description="bf16 and fp8 keep float32 main parameters and gradients; fp8 needs CUDA and "
+        description="bf16 and fp8 keep float32 main parameters; fp8 needs CUDA and "
         "Transformer Engine, or emulate",
     )
     emulate: bool = Field(
         False,
         description="compute in float32, with operands rounded as by the fp8 recipe, on any device: to "
         "study it",
+    )
+    gradients: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="buffers in which micro-batches and ranks add gradients up; bf16: half the memory, each "
+        "sum rounded",
     )
 
 
@@ -134,6 +139,12 @@ class UpdateConfig(Section):
             "(full), or parts: core_attn (of no use with Transformer Engine), layernorm (where it is a "
             "module of its own), mlp (dense layers), moe_act (experts' activation; Transformer Engine alone)",
         )
+    )
+    offload: Annotated[tuple[Literal["gradients", "optimizer", "reference"], ...], FREE] = Field(
+        (),
+        description="what leaves the device between updates, for engines that sleep while it is there: "
+        "gradients are freed; main parameters and moments, and the reference's weights, go to pinned host "
+        "memory",
     )
     router_aux_loss_coef: NonNegativeFloat = Field(
         0.0,

@@ -19,7 +19,7 @@ from megagrpo.parallel.alignment import token_alignment
 from megagrpo.parallel.layout import build_layout
 from megagrpo.planning.engine_checks import check_engine
 from megagrpo.planning.file_checks import check_files, read_hf_config
-from megagrpo.planning.hardware_checks import check_hardware
+from megagrpo.planning.hardware_checks import check_hardware, check_memory
 
 
 def verify_config(config: Config, world_size: int, hardware: Hardware | None = None) -> dict[str, Any]:
@@ -82,6 +82,7 @@ def check_config(
             known,
             hardware or detect_hardware(),
         ),
+        *check_memory(update.offload, engine.sleep_while_training, config.algorithm.kl.coef > 0, precision),
     ]
 
 

@@ -68,6 +68,30 @@ def _check_emulation(recipe: str, attention: str, recompute: Sequence[str]) -> I
         yield "precision.emulate: true: update.recompute would move the scales of fp8_delayed twice"
 
 
+def check_memory(
+    offload: Sequence[str], sleeps: bool, has_reference: bool, precision: PrecisionConfig
+) -> Iterator[str]:
+    """Yield what would save no memory, one line each.
+
+    Args:
+        offload: `update.offload`; `sleeps` is `engine.sleep_while_training`.
+        has_reference: whether there is one.
+        precision: that of the run.
+    """
+    if offload and not sleeps:
+        yield (
+            f"update.offload: {', '.join(offload)}: comes back for each update, while the engine keeps its "
+            "memory; set engine.sleep_while_training: true, or leave it out"
+        )
+    if "reference" in offload and not has_reference:
+        yield "update.offload: reference: algorithm.kl.coef is 0, there is none; leave it out"
+    if precision.gradients == "bf16" and (precision.recipe == "fp32" or precision.emulate):
+        yield (
+            "precision.gradients: bf16: buffers have the type of the parameters, float32 under this "
+            "precision.recipe; take fp32, or recipe bf16"
+        )
+
+
 def _check_recompute(
     parts: Sequence[str], recipe: str, hf_config: Mapping[str, Any], takes_te: bool
 ) -> Iterator[str]:

@@ -49,6 +49,7 @@ class Actor:
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
         counts: Counts = count_nothing,
+        gradients_in_float32: bool = True,
     ):
         """Wrap the stage for training.
 
@@ -56,6 +57,8 @@ class Actor:
             overlap_grad_reduce: reduce gradients bucket by bucket while the last micro-batch's backward runs.
             overlap_param_gather: gather updated weights while the next forward runs; see `gather_parameters`.
             counts: told of each micro-batch.
+            gradients_in_float32: add gradients up and reduce them in float32; else in the type of the
+                parameters.
         """
         self.model = model
         self.options, self.counts = optimizer, counts
@@ -69,7 +72,7 @@ class Actor:
         with megatron_region():
             ddp_config = DistributedDataParallelConfig(
                 use_distributed_optimizer=True,
-                grad_reduce_in_fp32=True,
+                grad_reduce_in_fp32=gradients_in_float32,
                 overlap_grad_reduce=overlap_grad_reduce,
                 overlap_param_gather=overlap_param_gather,
             )

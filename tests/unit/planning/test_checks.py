@@ -56,6 +56,23 @@ def test_defaults_have_no_problem(run_file):
     ("world_size", "overrides", "line"),
     [
         (
+            1,
+            ["update.offload=[gradients,optimizer]"],
+            "update.offload: gradients, optimizer: comes back for each update, while the engine keeps its "
+            "memory; set engine.sleep_while_training: true, or leave it out",
+        ),
+        (
+            1,
+            ["update.offload=[reference]", "engine.sleep_while_training=true", "algorithm.kl.coef=0"],
+            "update.offload: reference: algorithm.kl.coef is 0, there is none; leave it out",
+        ),
+        (
+            1,
+            ["precision.gradients=bf16"],
+            "precision.gradients: bf16: buffers have the type of the parameters, float32 under this "
+            "precision.recipe; take fp32, or recipe bf16",
+        ),
+        (
             6,
             ["parallel.tp=2", "parallel.pp=2"],
             "parallel: 6 ranks are not a multiple of tp 2 * pp 2 = 4; on 6 ranks these work: tp 2, dp 3 | "
