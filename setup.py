@@ -11,7 +11,15 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megagrpo/__init__.py").read_text()).group(1)
 
 LINT = ["ruff>=0.6", "mypy>=1.11"]
-TEST = ["wandb>=0.17", "pytest>=8", "pytest-timeout>=2.3", "pytest-cov>=5", "hypothesis>=6.100", *LINT]
+TEST = [
+    "wandb>=0.17",
+    "mlflow-skinny>=3",
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "pytest-cov>=5",
+    "hypothesis>=6.100",
+    *LINT,
+]
 
 setup(
     name="megagrpo",
@@ -52,6 +60,7 @@ setup(
         "test": TEST,
         "browser": ["playwright>=1.45"],  # tests of the report's page, with Debian's chromium
         "wandb": ["wandb>=0.17"],  # telemetry.writers: [jsonl, wandb]
+        "mlflow": ["mlflow-skinny>=3"],  # telemetry.writers: [jsonl, mlflow]
         "vllm": ["vllm>=0.32"],
         "sglang": ["sglang>=0.5.21"],
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],  # as megatron-core 0.16.1 asks

@@ -1,22 +1,45 @@
 """What a configuration says beyond the defaults."""
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 from pydantic import BaseModel
 
+from megagrpo.config.load import load_config
 
-def differences(config: BaseModel, prefix: str = "") -> list[str]:
+
+def differences(config: BaseModel) -> list[str]:
     """Return `PLACE: VALUE (default DEFAULT)` of each field whose value is not its default."""
-    lines = []
+    return [
+        f"{place}: {value}" if default is None else f"{place}: {value} (default {default})"
+        for place, value, default in _differing(config)
+    ]
+
+
+def read_settings(run_dir: Path) -> dict[str, str] | None:
+    """Return {place: value} of each field of a run's `config.yaml` whose value is not its default; None
+    before that file is written.
+
+    Raises:
+        UserError: the file is no configuration.
+    """
+    file = run_dir / "config.yaml"
+    if not file.exists():
+        return None
+    return {place: value for place, value, _ in _differing(load_config(file, []))}
+
+
+def _differing(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, str, str | None]]:
+    """Yield (place, value, default; None where the field has none)."""
     for name, field in type(config).model_fields.items():
         value, place = getattr(config, name), f"{prefix}{name}"
         if isinstance(value, BaseModel):
-            lines += differences(value, f"{place}.")
+            yield from _differing(value, f"{place}.")
         elif field.is_required():
-            lines.append(f"{place}: {_show(value)}")
+            yield place, _show(value), None
         elif value != (default := field.get_default(call_default_factory=True)):
-            lines.append(f"{place}: {_show(value)} (default {_show(default)})")
-    return lines
+            yield place, _show(value), _show(default)
 
 
 def _show(value: object) -> str:

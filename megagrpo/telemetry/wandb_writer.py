@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config.differences import differences
-from megagrpo.config.load import load_config
+from megagrpo.config.differences import read_settings
 from megagrpo.errors import UserError
 
 ID_FILE = "wandb_id"  # in the run folder: a resumed run goes on in the same W&B run
@@ -33,7 +32,7 @@ class WandbWriter:
         id_file = run_dir / ID_FILE
         if last_step is None or not id_file.exists():
             id_file.write_text(secrets.token_hex(4), encoding="utf-8")
-        self._config_file: Path | None = run_dir / "config.yaml"
+        self._run_dir, self._has_config = run_dir, False
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", DEFAULT_PROJECT),
             name=run_dir.resolve().name,
@@ -44,10 +43,9 @@ class WandbWriter:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand one row over; W&B keeps what it can't send yet."""
-        if self._config_file is not None and self._config_file.exists():
-            lines = differences(load_config(self._config_file, []))
-            self._run.config.update(dict(line.split(": ", 1) for line in lines), allow_val_change=True)
-            self._config_file = None
+        if not self._has_config and (settings := read_settings(self._run_dir)) is not None:
+            self._run.config.update(settings, allow_val_change=True)
+            self._has_config = True
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:

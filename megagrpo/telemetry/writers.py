@@ -5,11 +5,13 @@ import math
 import os
 import shutil
 import socket
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megagrpo.config.differences import read_settings
 from megagrpo.registry import Registry, require_call, require_methods
 from megagrpo.telemetry.patient_file import PatientFile
 
@@ -75,8 +77,8 @@ class JsonlWriter:
 
 @WRITERS.register("tensorboard")
 class TensorboardWriter:
-    """`tensorboard/`: one scalar per metric. Steps after the resumed one are purged from what TensorBoard
-    shows.
+    """`tensorboard/`: one scalar per metric; the configuration as a text and, where it differs from the
+    defaults, as hyperparameters. Steps after the resumed one are purged from what TensorBoard shows.
 
     Events are written here and now: the thread that torch's SummaryWriter writes in dies of the first error
     of the storage, and the next flush then waits for it for ever.
@@ -92,14 +94,18 @@ class TensorboardWriter:
             folder / f"events.out.tfevents.{_next_time(folder):020d}.{socket.gethostname()}.{os.getpid()}"
         )
         self._events, self._event = RecordWriter(self._file), Event
+        self._run_dir, self._has_config = run_dir, False
         first_step = 0 if last_step is None else last_step + 1
         self._add(Event(step=first_step, file_version="brain.Event:2"))
         self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the scalars."""
+        """Add the scalars, with the first ones the configuration."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        if not self._has_config and (settings := read_settings(self._run_dir)) is not None:
+            self._add_config(settings)
+            self._has_config = True
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._add(self._event(step=step, summary=Summary(value=values)))
         _flush(self._file)
@@ -107,6 +113,15 @@ class TensorboardWriter:
     def close(self) -> None:
         """Write what waits."""
         _flush(self._file)
+
+    def _add_config(self, settings: dict[str, str]) -> None:
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        # a text is shown as Markdown: indented lines keep their shape
+        text = textwrap.indent((self._run_dir / "config.yaml").read_text(encoding="utf-8"), "    ")
+        self._add(self._event(summary=text_pb("config", text)))
+        self._add(self._event(summary=hparams_pb(settings, trial_id=self._run_dir.resolve().name)))
 
     def _add(self, event: Any) -> None:
         event.wall_time = time.time()
@@ -119,6 +134,14 @@ def open_wandb(run_dir: Path, last_step: int | None = None) -> Writer:
     from megagrpo.telemetry.wandb_writer import WandbWriter  # imported only where it is wanted
 
     return WandbWriter(run_dir, last_step)
+
+
+@WRITERS.register("mlflow")
+def open_mlflow(run_dir: Path, last_step: int | None = None) -> Writer:
+    """MLflow, with the names of `metrics.jsonl`."""
+    from megagrpo.telemetry.mlflow_writer import MlflowWriter  # imported only where it is wanted
+
+    return MlflowWriter(run_dir, last_step)
 
 
 def _next_time(folder: Path) -> int:

@@ -122,9 +122,29 @@ def test_rows_are_on_disk_as_soon_as_they_are_written_and_are_strict_json(tmp_pa
 def test_an_unknown_writer_names_the_known_ones(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"is called 'jsnl'; did you mean jsonl\?; there are jsonl, tensorboard, wandb",
+        match=r"is called 'jsnl'; did you mean jsonl\?; there are jsonl, mlflow, tensorboard, wandb",
     ):
         open_writers(["jsnl"], tmp_path, None)
+
+
+def test_tensorboard_shows_the_configuration_and_the_hyperparameters(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    text = (
+        "model: {path: m}\ndata: {source: a}\nrewards: {functions: [{name: math}]}\noptimizer: {lr: 3.0e-5}\n"
+    )
+    run_dir = tmp_path / "run"
+    recorder = Recorder(run_dir, 9, TelemetryConfig(writers=("jsonl", "tensorboard")), text)
+    recorder.open(None)
+    recorder.step(1, {"reward/mean": 0.5})
+    recorder.finish(1.0, [1])
+    events = event_accumulator.EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    (shown,) = events.Tensors("config/text_summary")
+    assert shown.tensor_proto.string_val[0].decode() == "".join(f"    {line}\n" for line in text.splitlines())
+    data = HParamsPluginData.FromString(events.PluginTagToContent("hparams")["_hparams_/session_start_info"])
+    assert data.session_start_info.hparams["optimizer.lr"].string_value == "3e-05"
 
 
 def test_tensorboard_hides_the_steps_that_a_resume_repeats(tmp_path):
