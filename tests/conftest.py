@@ -101,3 +101,13 @@ def tiny_model():
     plain attention.
     """
     return build_tiny_model
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of one rank, for the tests of one file: what comes after it finds none."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -29,13 +29,6 @@ def test_a_note_holds_every_shard_and_file():
     assert _read_note(_format_note(WriteOutcome(results, files))) == (results, files)
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def written(folder: Path, files) -> ShardWriter:
     """A rank's part of a save without shards, written in the background."""
     writer = ShardWriter(folder, SimpleNamespace(file_name="", objects=(), tensors=()), files)

@@ -101,16 +101,6 @@ def engine():
     return ScriptedEngine()
 
 
-@pytest.fixture(scope="session")
-def one_rank():
-    """A process group of one rank; sets up and leaves nothing that another test could see."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class OneRank:
     rank, world_size = 0, 1
 
