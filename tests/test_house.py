@@ -14,9 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "megagrpo"
+from source_tree import PACKAGE, ROOT, circles, imports_of, modules, name_of, room_of, tree_of
 
 # From the top down: what stands on one line may import what stands below it, and of its own line what makes
 # no circle.
@@ -48,7 +46,7 @@ FOREIGN = {
     "parallel/layout.py": (*ENGINES, "torch"),
 }
 
-FILE_LINES, FUNCTION_LINES, ROOM_SHARE = 300, 80, 0.15
+FILE_LINES, TEST_FILE_LINES, FUNCTION_LINES, ROOM_SHARE = 300, 400, 80, 0.15
 LONG_FILES = {
     "wire/bucket_manifest.py": "one format, written and read",
 }
@@ -101,42 +99,6 @@ READ_ELSEWHERE: dict[str, str] = {}
 """Fields of the configuration that no code names, with who reads them."""
 
 
-def modules() -> Iterator[Path]:
-    """Every module of the package, but the alias that engine processes import it by."""
-    yield from (path for path in sorted(PACKAGE.rglob("*.py")) if "importable" not in path.parts)
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def name_of(path: Path) -> str:
-    """The module's name below megagrpo, `` for the package itself."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def room_of(name: str) -> str:
-    return name.split(".")[0]
-
-
-@cache
-def imports_of(path: Path) -> tuple[str, ...]:
-    """Absolute names that a module imports, anywhere in it; `from package import module` names the module."""
-    found = []
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                inner = PACKAGE.parent / full.replace(".", "/")
-                is_module = inner.with_suffix(".py").is_file() or (inner / "__init__.py").is_file()
-                found.append(full if is_module else node.module)
-    return tuple(found)
-
-
 def own_imports() -> Iterator[tuple[Path, str, str]]:
     """(file, its module's name, name below megagrpo of what it imports) of every import of ours."""
     for path in modules():
@@ -149,23 +111,6 @@ def check_exceptions(found: set, allowed: Mapping) -> None:
     """Fail on what is found and not allowed, and on what is allowed and not found any more."""
     assert not found - allowed.keys(), f"new: {sorted(map(str, found - allowed.keys()))}"
     assert not allowed.keys() - found, f"not needed any more: {sorted(map(str, allowed.keys() - found))}"
-
-
-def circles(edges: Mapping[str, set[str]]) -> set[frozenset[str]]:
-    """Sets of nodes that reach one another (strongly connected components of more than one node)."""
-    reach: dict[str, set[str]] = {}
-    for start in edges:
-        seen, waiting = set(), [start]
-        while waiting:
-            for node in edges.get(waiting.pop(), set()) - seen:
-                seen.add(node)
-                waiting.append(node)
-        reach[start] = seen
-    return {
-        frozenset(other for other in reach if other in reach[node] and node in reach[other])
-        for node in reach
-        if node in reach[node]
-    }
 
 
 def test_every_room_has_its_place():
@@ -249,6 +194,16 @@ def test_files_are_short():
     check_exceptions(long, LONG_FILES)
 
 
+def test_files_of_tests_are_about_one_subject():
+    long = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("tests", "tools", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        if len(path.read_text().splitlines()) > TEST_FILE_LINES
+    }
+    assert not long
+
+
 def test_functions_are_short():
     long = {
         f"{path.relative_to(PACKAGE).as_posix()} {node.name}"
@@ -304,28 +259,6 @@ def test_no_room_is_more_than_a_share_of_the_house():
     assert not {room: count for room, count in lines.items() if count > ROOM_SHARE * whole}
 
 
-@pytest.mark.parametrize("readme", sorted(PACKAGE.glob("*/README.md")), ids=lambda readme: readme.parent.name)
-def test_the_file_table_of_a_readme_names_every_file_once_there(readme):
-    """A table whose first column is `file`: names of files, or of folders for all that is in them."""
-    folder = readme.parent
-    tables = re.findall(r"^\| file \|.*\n\|[-| ]+\n((?:\|.*\n?)+)", readme.read_text(), re.MULTILINE)
-    rows = [row.split("|")[1] for table in tables for row in table.splitlines()]
-    named = {name for cell in rows for name in re.findall(r"`([\w/]+(?:\.py|/))`", cell)}
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
-    there = {name for name in there if Path(name).name != "__init__.py"}
-    missing = {name for name in named if not (folder / name).exists()}
-    folders = tuple(name for name in named if name.endswith("/"))
-    covered = {name for name in there if name in named or (folders and name.startswith(folders))}
-    assert not missing, f"{readme.parent.name}/README.md names what is not there: {sorted(missing)}"
-    assert there == covered, f"{readme.parent.name}/README.md does not name: {sorted(there - covered)}"
-
-
-def test_every_package_has_a_readme_with_a_file_table():
-    rooms = {path.parent for path in PACKAGE.glob("*/__init__.py")}
-    without = [room.name for room in rooms if not (room / "README.md").is_file()]
-    assert not without
-
-
 def test_every_name_that_is_imported_from_the_package_is_there():
     """Workers of tests, tools and examples are processes of their own, whose imports pytest does not see."""
     wrong = []
@@ -362,19 +295,6 @@ def top_level_names(module: str) -> set[str]:
             names.add(node.id)
         waiting += ast.iter_child_nodes(node)
     return names
-
-
-def test_links_between_the_projects_pages_lead_somewhere():
-    folders = ("megagrpo", "docs", "examples", "tests", "docker", "configs")
-    pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))]
-    broken = [
-        f"{page.relative_to(ROOT)}: {link}"
-        for page in pages
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
-        if not (page.parent / link).exists()
-    ]
-    assert pages
-    assert not broken
 
 
 def test_parts_take_their_own_section_never_the_whole():
@@ -431,52 +351,36 @@ def _models_in(annotation) -> Iterator[type]:
         yield from _models_in(part)
 
 
-WALKS = {
-    "One prompt to its loss": 25,
-    "One reward": 15,
-    "One weight tensor to a vLLM server": 16,
-    "One checkpoint save": 12,
-}
-"""Sections of docs/walks.md, with the files that each may have."""
-OUTSIDE_REACH = {"", "registry", "Megatron", "socket"}
-"""What else may lead to a file than one of the walk: nothing where it begins, or what calls it by no name."""
+@pytest.mark.parametrize("readme", sorted(PACKAGE.glob("*/README.md")), ids=lambda readme: readme.parent.name)
+def test_the_file_table_of_a_readme_names_every_file_once_there(readme):
+    """A table whose first column is `file`: names of files, or of folders for all that is in them."""
+    folder = readme.parent
+    tables = re.findall(r"^\| file \|.*\n\|[-| ]+\n((?:\|.*\n?)+)", readme.read_text(), re.MULTILINE)
+    rows = [row.split("|")[1] for table in tables for row in table.splitlines()]
+    named = {name for cell in rows for name in re.findall(r"`([\w/]+(?:\.py|/))`", cell)}
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+    there = {name for name in there if Path(name).name != "__init__.py"}
+    missing = {name for name in named if not (folder / name).exists()}
+    folders = tuple(name for name in named if name.endswith("/"))
+    covered = {name for name in there if name in named or (folders and name.startswith(folders))}
+    assert not missing, f"{readme.parent.name}/README.md names what is not there: {sorted(missing)}"
+    assert there == covered, f"{readme.parent.name}/README.md does not name: {sorted(there - covered)}"
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_a_walk_is_short_and_leads_from_file_to_file(walk):
-    """Each row's file defines what is called there; the file that it is reached from comes before, and names
-    that.
-    """
-    page = (ROOT / "docs/walks.md").read_text()
-    section = re.search(rf"^## {walk}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
-    rows = [
-        [cell.strip(" `") for cell in row]
-        for row in re.findall(r"^\| `(.*?)\|(.*?)\|(.*?)\|.*\|$", section, re.MULTILINE)
+def test_every_package_has_a_readme_with_a_file_table():
+    rooms = {path.parent for path in PACKAGE.glob("*/__init__.py")}
+    without = [room.name for room in rooms if not (room / "README.md").is_file()]
+    assert not without
+
+
+def test_links_between_the_projects_pages_lead_somewhere():
+    folders = ("megagrpo", "docs", "examples", "tests", "docker", "configs")
+    pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))]
+    broken = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / link).exists()
     ]
-    files = [file for file, *_ in rows]
-    assert len(set(files)) == len(files) <= WALKS[walk] and f"t most {WALKS[walk]} files" in section
-    for number, (file, called, reached_from) in enumerate(rows):
-        assert called in definitions_of(PACKAGE / file), f"{file} defines no {called}"
-        if reached_from not in OUTSIDE_REACH:
-            assert reached_from in files[:number], f"{file}: {reached_from} does not come before"
-            assert called in names_in(PACKAGE / reached_from), f"{reached_from} does not name {called}"
-    beside = re.findall(r"`([\w/]+\.py)`", section[section.index("Beside the way") :])
-    assert beside and all((PACKAGE / file).is_file() for file in beside) and not set(beside) & set(files)
-
-
-def definitions_of(path: Path) -> set[str]:
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return {node.name for node in ast.walk(tree_of(path)) if isinstance(node, kinds)}
-
-
-def names_in(path: Path) -> set[str]:
-    """Names, attributes and texts in a module's code."""
-    found = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Name):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
-    return found
+    assert pages
+    assert not broken

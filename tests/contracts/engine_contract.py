@@ -23,6 +23,8 @@ EMBEDDED_NAMES = [name for name in ENGINES.names() if ENGINES.get(name).is_embed
 SERVER_NAMES = [
     pytest.param(name, marks=SERVER_MARKS) for name in ENGINES.names() if name not in EMBEDDED_NAMES
 ]
+servers = pytest.mark.parametrize("build_engine", SERVER_NAMES, indirect=True)
+server_names = pytest.mark.parametrize("name", SERVER_NAMES)
 
 
 def weights(model):

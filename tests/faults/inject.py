@@ -29,6 +29,8 @@ import threading
 import time
 from pathlib import Path
 
+import server_faults
+
 _results: dict[str, object] = {}  # the newest one of each wrapped function
 
 FUNCTIONS = {
@@ -95,53 +97,8 @@ def _kill_children() -> None:
     psutil.wait_procs(children, timeout=5)
 
 
-def _servers():
-    """Return the engine servers that this rank started, one at least; each leads a process group."""
-    import psutil
-
-    for _ in range(100):  # one that has just been started may not have its command line yet
-        if found := [
-            child
-            for child in psutil.Process().children()
-            if any(word.startswith("megagrpo.host.") for word in child.cmdline())
-        ]:
-            return found
-        time.sleep(0.05)
-    raise RuntimeError("this rank has no server")
-
-
-def _kill_server() -> None:
-    """The process that was started; those that it started are left to whoever starts it anew."""
-    for server in _servers():
-        server.kill()
-
-
-def _kill_server_workers() -> None:
-    for server in _servers():
-        for worker in server.children(recursive=True):
-            worker.kill()
-
-
-def _freeze_server() -> None:
-    for server in _servers():
-        os.killpg(server.pid, signal.SIGSTOP)
-
-
-def _kill_server_soon() -> None:
-    """It takes what is sent to it now, and answers nothing."""
-    for server in _servers():
-        os.killpg(server.pid, signal.SIGSTOP)
-        threading.Timer(0.5, os.killpg, (server.pid, signal.SIGKILL)).start()
-
-
 def _die_soon() -> None:
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-
-def _await_server() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "start engine":
-            thread.join(120)
 
 
 def _take_port() -> None:
@@ -172,11 +129,11 @@ ACTIONS = {
     # the second one ends the rank, which must not have agreed on the stop by then
     "interrupt_twice": lambda: (_signal(signal.SIGINT)(), _signal(signal.SIGINT)(), time.sleep(10)),
     "kill_workers": _kill_children,
-    "kill_server": _kill_server,
-    "kill_server_soon": _kill_server_soon,
-    "kill_server_workers": _kill_server_workers,
-    "freeze_server": _freeze_server,
-    "await_server": _await_server,
+    "kill_server": server_faults.kill_server,
+    "kill_server_soon": server_faults.kill_server_soon,
+    "kill_server_workers": server_faults.kill_server_workers,
+    "freeze_server": server_faults.freeze_server,
+    "await_server": server_faults.await_server,
     "take_port": _take_port,
     "die_soon": _die_soon,
     "hang": lambda: time.sleep(1000),

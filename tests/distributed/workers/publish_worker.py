@@ -2,9 +2,8 @@
 checkpoint's slices to the bit.
 
 Arguments: folder with one HF model per sub-folder, scratch folder, then layouts such as tp2pp2sp. The engines
-    are stand-ins that read
-buckets with the module that engine processes read them with; what they must have received is computed from
-the checkpoint file.
+are stand-ins that read buckets with the module that engine processes read them with; what they must have
+received is computed from the checkpoint file.
 """
 
 import os
@@ -17,28 +16,21 @@ from megagrpo.device import device as device_module
 
 DEVICE = device_module.setup()
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from delta_publishes import DELTAS, check_delta  # noqa: E402
+from probed_publishes import check_probe  # noqa: E402
 from receiving_engine import BUCKET_BYTES, check_received, publish_in_vain, publisher_of  # noqa: E402
 from reported_cases import reported_case  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
 
-from megagrpo.config.training_sections import OptimizerConfig, ParallelConfig  # noqa: E402
 from megagrpo.models.hf_config import read_hf_config  # noqa: E402
 from megagrpo.models.load_stage import load_stage_model  # noqa: E402
 from megagrpo.models.precision import build_precision  # noqa: E402
 from megagrpo.models.transformer_config import build_transformer_config  # noqa: E402
-from megagrpo.parallel.alignment import token_alignment  # noqa: E402
 from megagrpo.parallel.groups import build_groups, destroy_groups  # noqa: E402
 from megagrpo.parallel.layout import ParallelLayout  # noqa: E402
-from megagrpo.policy.actor import Actor  # noqa: E402
-from megagrpo.policy.batch import MicroBatchBuilder  # noqa: E402
-from megagrpo.policy.microbatches import PackingRules  # noqa: E402
-from megagrpo.types import Completion, Prompt  # noqa: E402
 from megagrpo.weights.plan.targets import EngineGrid  # noqa: E402
-from megagrpo.weights.probe import LogprobProbe  # noqa: E402
 from megagrpo.weights.publisher import PublishError  # noqa: E402
 
 
@@ -236,138 +228,6 @@ def check_group(folder: Path, groups, scratch: Path) -> None:
     publisher.publish(61)
     assert "join" not in engine.calls
     publisher.close()
-
-
-DELTAS = (
-    ("shared_memory", EngineGrid(2, 2, 1, "sharded"), torch.float32),
-    ("shared_memory", EngineGrid(1, 4, 1, "sharded"), torch.bfloat16),
-    ("disk", EngineGrid(2, 1, 1, "sharded"), torch.bfloat16),
-    ("group", EngineGrid(1, 2, 1, "sharded"), torch.float32),
-    ("shared_memory", EngineGrid(1, 2), torch.float32),
-    ("disk", EngineGrid(2, 1), torch.float32),
-    ("group", EngineGrid(1, 2), torch.bfloat16),
-)
-
-
-def change(parameters: list[torch.nn.Parameter], version: int) -> None:
-    """Change a few elements, the same on ranks that hold the same; the second change is to -0.0, which
-    equals 0.0.
-    """
-    parameter = parameters[version % len(parameters)].data.view(-1)
-    parameter[version::4096] = {2: 0.0, 3: -0.0}.get(version, parameter[version::4096] * 1.5)
-    if version == 3:
-        parameters[2 % len(parameters)].data.view(-1)[2::4096] = -0.0
-
-
-def check_delta(folder: Path, groups, scratch: Path, deltas=DELTAS) -> None:
-    """After any history of versions an engine that is sent changes holds the model's weights to the bit,
-    by any transport.
-    """
-    hf = read_hf_config(folder)
-    sp = groups.tp.size() > 1 and hf.num_experts is not None
-    config = build_transformer_config(hf, groups, build_precision("fp32"), sp)
-    model = load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False)
-    publishers = [
-        publisher_of(model, grid, transport, dtype, scratch, delta=True) for transport, grid, dtype in deltas
-    ]
-    shares: list[list[float]] = [[] for _ in deltas]
-    for version in range(1, 9):
-        if version > 1:
-            change(list(model.chunks[0].parameters()), version)
-        full = {name: tensor.clone() for name, tensor in publishers[0].exporter.tensors()}
-        for (transport, grid, dtype), publisher, found in zip(deltas, publishers, shares, strict=True):
-            what = f"{folder.name} delta {transport} {grid} {dtype} version {version}"
-            if version == 6 and publisher.replica == grid.replicas - 1:
-                publisher.engine.weight_version = 3  # this one missed versions
-            # a publish that fails half-way: engines are stale, the next one sends everything
-            if version == 7:
-                publisher.engine.fault = (2, "checksum") if publisher.replica == 0 else None
-                try:
-                    publisher.publish(version)
-                except PublishError:
-                    publisher.engine.fault = None
-                else:
-                    raise AssertionError(f"{what}: a wrong checksum passed")
-                continue
-            found.append(publisher.publish(version).metrics["publish/written_share"])
-            check_received(publisher, full, dtype, what, bits=True)
-    sent_all, versions = [1, 6, 8], [1, 2, 3, 4, 5, 6, 8]
-    for (transport, grid, _), found in zip(deltas, shares, strict=True):
-        what = f"{transport} {grid}: {found}"
-        # whole tensors are sent under `full`, some of them large
-        limit = 0.2 if grid.layout == "sharded" else 0.7
-        assert all(
-            (share == 1.0) == (version in sent_all) for share, version in zip(found, versions, strict=True)
-        ), what
-        assert all(
-            share < limit for share, version in zip(found, versions, strict=True) if version not in sent_all
-        ), what
-    for publisher in publishers:
-        publisher.close()
-
-
-class SamplingEngine:
-    """Returns fixed tokens with their dense log-probs by transformers, and can be wrong about one of them."""
-
-    def __init__(self, folder: Path, replica: int):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.replica, self.error = replica, 0.0
-        self.asked, self.wrong_until = 0, 10**9
-
-    def sample_probe(self, prompt, sampling):
-        self.asked += 1
-        tokens = np.arange(sampling.max_new_tokens) * 7 + self.replica
-        ids = torch.tensor([[*prompt.token_ids, *tokens.tolist()]])
-        with torch.no_grad():
-            logprobs = self.model(ids).logits[0, len(prompt.token_ids) - 1 : -1].double().log_softmax(-1)
-        values = logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].float().numpy()
-        if self.asked <= self.wrong_until:
-            values[2] += self.error
-        return Completion.sampled(prompt.id, 0, tokens, values, "length", ((0, 1),), "")
-
-
-def check_probe(folder: Path, layout: str, groups, sizes: dict[str, int]) -> None:
-    """Right log-probs pass in every layout; a replica that is wrong twice is named on every rank."""
-    hf = read_hf_config(folder)
-    sp = groups.tp.size() > 1 and hf.num_experts is not None
-    config = build_transformer_config(hf, groups, build_precision("fp32"), sp)
-    actor = Actor(load_stage_model(str(folder), hf, config, groups, DEVICE, use_te=False), OptimizerConfig())
-    rules = PackingRules(
-        512,
-        token_alignment(ParallelConfig(**sizes, sp=sp), "fp32"),
-        True,
-        True,
-        groups.layout.min_microbatches,
-    )
-    builder = MicroBatchBuilder(DEVICE, rules, 0, False, groups.cp.size(), groups.cp_rank)
-    replica, is_owner = groups.rank // 2, groups.rank % 2 == 0
-    engine = SamplingEngine(folder, replica)
-    prompts = [Prompt(number, "", tuple(range(3 + number, 9 + 2 * number))) for number in (3, 8)]
-    probe = LogprobProbe(actor, builder, engine, replica, is_owner, prompts, 6, 1e-3)
-    found = probe(5, [0, 1])
-    assert found["publish/probe_gap"] <= found["publish/probe_gap_max"] < 2e-5, f"{layout}: {found}"
-    assert found["publish/probe_retries"] == 0
-    # One of 6 tokens of each completion is off: a mean of a sixth. 0.005 / 6 passes, its maximum would not.
-    engine.error = 0.005 if replica == 1 else 0.0
-    found = probe(6, [0, 1])
-    assert abs(found["publish/probe_gap_max"] - 0.005) < 2e-5 and found["publish/probe_retries"] == 0
-    assert abs(found["publish/probe_gap"] - 0.005 / 6) < 2e-5, f"{layout}: {found}"
-    engine.error, engine.wrong_until = (0.06 if replica == 1 else 0.0), engine.asked + len(prompts)
-    found = probe(7, [0, 1])  # right when it is asked again
-    assert found["publish/probe_retries"] == 1 and abs(found["publish/probe_gap"] - 0.01) < 2e-5
-    engine.wrong_until = 10**9
-    for error, pattern in ((0.06, r"1\.00\de-02"), (float("nan"), "nan")):
-        engine.error = error if replica == 1 else 0.0
-        try:
-            probe(8, [0, 1])
-        except PublishError as failure:
-            expected = (
-                rf"weight version 8: probe: replica 1: the mean gap {pattern} is above .*, twice; "
-                r"largest: token 15 at position 2 of prompt [38]:"
-            )
-            assert re.search(expected, str(failure)), str(failure)
-        else:
-            raise AssertionError(f"{layout}: an error of {error} passed the probe")
 
 
 def main() -> None:

@@ -1,50 +1,20 @@
 """Mistakes between the sections are told all at once, each with its arithmetic, before a model is built."""
 
-import json
 import subprocess
 import sys
 
 import pytest
+from checked_runs import MODEL, NO_GPU, problems_of
 
-from megagrpo.config.hardware import Hardware
 from megagrpo.config.load import dump_config, load_config
 from megagrpo.errors import ConfigError
 from megagrpo.parallel.alignment import token_alignment
 from megagrpo.planning.checks import check_config, verify_config
 
-MODEL = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 1024,
-    "vocab_size": 100,
-}
 OVER_KEPT = (
     "vLLM's log-probs are over the tokens it kept, the actor's over all (at rollout.temperature 1 "
     "engine.server.options {logprobs_mode: raw_logprobs} has them over all)"
 )
-NO_GPU = Hardware(torch_cuda=None, nvidia_device=False, transformer_engine=False)
-FULL_GPU = Hardware(torch_cuda="13.0", nvidia_device=True, transformer_engine=True)
-
-
-@pytest.fixture
-def run_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).touch()
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 32)
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n"
-    )
-    return path
-
-
-def problems_of(run_file, *overrides, world_size=1, model=MODEL, hardware=NO_GPU):
-    return check_config(load_config(run_file, list(overrides)), world_size, model, hardware)
 
 
 def test_defaults_have_no_problem(run_file):
@@ -268,128 +238,6 @@ def test_all_mistakes_come_together(run_file):
         "parallel",
         "update.mini_batches_per_step",
     ]
-
-
-def test_transformer_engine_is_accepted_where_it_can_run(run_file):
-    overrides = ["precision.recipe=fp8_delayed", "model.attention=te"]
-    assert problems_of(run_file, *overrides, hardware=FULL_GPU) == []
-    no_package = Hardware(torch_cuda="13.0", nvidia_device=True, transformer_engine=False)
-    assert [line.split(": ")[0] for line in problems_of(run_file, *overrides, hardware=no_package)] == [
-        "precision.recipe",
-        "model.attention",
-    ]
-
-
-def test_fp8_is_refused_with_layers_that_ignore_it(run_file):
-    overrides = ["precision.recipe=fp8_delayed", "model.attention=local"]
-    assert problems_of(run_file, *overrides, hardware=FULL_GPU) == [
-        "precision.recipe: fp8_delayed: the layers of model.attention: local compute no FP8, and would train "
-        "in bf16; use auto or te"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "experts", "hardware", "expected"),
-    [
-        (["update.recompute=moe_act"], 8, NO_GPU, "moe_act: needs the grouped experts of Transformer Engine"),
-        (
-            ["update.recompute=[moe_act]", "precision.recipe=bf16"],
-            None,
-            FULL_GPU,
-            "moe_act: the model has no",
-        ),
-        (["update.recompute=[mlp]"], 8, NO_GPU, "mlp: every layer of the model has experts; take moe_act"),
-        (
-            ["update.recompute=[layernorm]", "precision.recipe=fp8_delayed"],
-            None,
-            FULL_GPU,
-            "layernorm: would move the amax history of precision.recipe: fp8_delayed twice",
-        ),
-        (["update.recompute=[moe_act,layernorm]", "precision.recipe=bf16"], 8, FULL_GPU, None),
-        (["update.recompute=[mlp,layernorm,core_attn]"], None, NO_GPU, None),
-        (["update.recompute=full", "precision.recipe=fp8_delayed"], None, FULL_GPU, None),
-    ],
-)
-def test_parts_that_the_layers_do_not_compute_again_are_refused(
-    run_file, overrides, experts, hardware, expected
-):
-    model = MODEL | ({"num_experts": experts} if experts else {})
-    told = problems_of(run_file, *overrides, model=model, hardware=hardware)
-    if expected is None:
-        assert told == []
-    else:
-        (line,) = told
-        assert line.startswith(f"update.recompute: {expected}")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["precision.recipe=mxfp8"], []),
-        (["precision.recipe=fp8_blockwise", "model.attention=local"], []),
-        (
-            ["precision.recipe=bf16"],
-            [
-                "precision.emulate: true: precision.recipe: bf16 is computed as it is; take one of "
-                "fp8_delayed, fp8_tensorwise, fp8_blockwise, mxfp8"
-            ],
-        ),
-        (
-            ["precision.recipe=mxfp8", "model.attention=te"],
-            ["precision.emulate: true: layers of Transformer Engine compute on their own; use auto or local"],
-        ),
-        (
-            ["precision.recipe=fp8_delayed", "update.recompute=full"],
-            ["precision.emulate: true: update.recompute would move the scales of fp8_delayed twice"],
-        ),
-    ],
-)
-@pytest.mark.parametrize("hardware", [NO_GPU, FULL_GPU])
-def test_a_float8_recipe_can_be_emulated_on_any_machine_in_local_layers(
-    run_file, overrides, expected, hardware
-):
-    told = problems_of(run_file, "precision.emulate=true", *overrides, hardware=hardware)
-    assert [line for line in told if line.startswith("precision.")] == expected
-
-
-@pytest.mark.parametrize(
-    ("overrides", "free", "fits"),
-    [
-        ([], 9_957_277_696, True),
-        ([], 9_957_277_695, False),
-        (["weights.transport.kind=shared_memory"], 64 * 2**20, False),
-        (["weights.transport.kind=disk"], 64 * 2**20, True),
-        (["weights.transport.kind=group"], 64 * 2**20, True),
-        ([], None, True),
-    ],
-)
-def test_weights_that_do_not_fit_in_shared_memory_are_told_before_an_engine_starts(
-    run_file, overrides, free, fits
-):
-    """Qwen3-8B: the embedding is 151,936 x 4,096 in bfloat16, two slots for each of four replicas."""
-    model = MODEL | {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288}
-    told = problems_of(
-        run_file,
-        *["engine.name=vllm", "engine.server.replicas=4", "precision.recipe=bf16", *overrides],
-        world_size=8,
-        model=model,
-        hardware=Hardware(None, False, False, shared_memory_bytes=free),
-    )
-    found = [line for line in told if "/dev/shm" in line]
-    assert len(found) == (not fits)
-    assert fits or "2 slots of 1.24 GB for each of 4 replicas need 9.96 GB in /dev/shm, which has" in found[0]
-
-
-def test_auto_needs_no_shared_memory_on_gpus(run_file):
-    hardware = Hardware("13.0", True, True, shared_memory_bytes=0)
-    told = problems_of(run_file, "engine.name=vllm", "precision.recipe=bf16", hardware=hardware)
-    assert not [line for line in told if "/dev/shm" in line]
-
-
-def test_full_is_named_alone_and_none_is_an_empty_list(run_file):
-    assert load_config(run_file, ["update.recompute=none"]).update.recompute == ()
-    with pytest.raises(ConfigError, match="full computes whole layers again; name it alone"):
-        load_config(run_file, ["update.recompute=[full,mlp]"])
 
 
 def test_token_counts_are_aligned_to_cp_and_tp_and_to_fp8_blocks(run_file):

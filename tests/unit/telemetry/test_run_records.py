@@ -3,24 +3,19 @@
 import io
 import json
 import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from megagrpo.config.run_sections import TelemetryConfig
 from megagrpo.errors import UserError
 from megagrpo.telemetry import names, writers
 from megagrpo.telemetry.activity import Activity
-from megagrpo.telemetry.completions import read_completions, spread, write_completions
 from megagrpo.telemetry.display import Display
 from megagrpo.telemetry.progress import Progress
 from megagrpo.telemetry.recorder import Recorder
 from megagrpo.telemetry.step_line import format_step
-from megagrpo.telemetry.summary import build_summary, save_summary
 from megagrpo.telemetry.timers import PhaseTimers
 from megagrpo.telemetry.writers import JsonlWriter, TensorboardWriter, open_writers, read_rows
-from megagrpo.types import Completion, Prompt, Reward
 
 
 def write_steps(writer, steps):
@@ -158,94 +153,6 @@ def test_tensorboard_hides_the_steps_that_a_resume_repeats(tmp_path):
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
 
 
-ROWS = [
-    {"step": 0, "eval/held_out": 0.3, "eval/held_out/tokens": 99.0},
-    {
-        "step": 1,
-        names.STEP_SECONDS: 2.0,
-        names.STEP_CPU_SECONDS: 3.0,
-        names.GENERATED_TOKENS: 100.0,
-        names.LOGPROB_GAP: 1e-6,
-    },
-    {
-        "step": 2,
-        names.STEP_SECONDS: 4.0,
-        names.STEP_CPU_SECONDS: 5.0,
-        names.GENERATED_TOKENS: 50.0,
-        names.LOGPROB_GAP: 3e-6,
-        "eval/held_out": 0.9,
-    },
-    {"step": 3, names.STEP_SECONDS: 3.0, names.STEP_CPU_SECONDS: 4.0, "eval/held_out": 0.8},
-]
-
-
-def test_the_summary_counts_training_steps_and_follows_each_held_out_set(tmp_path):
-    summary = build_summary(ROWS, wall_seconds=30.0, peak_rss_bytes=[10, 20])
-    versions = summary.pop("versions")
-    assert {"python", "megagrpo", "torch", "megatron-core"} <= set(versions)
-    assert summary == {
-        "steps": 3,
-        "wall_seconds": 30.0,
-        "step_seconds": 3.0,
-        "cpu_seconds_per_step": 4.0,
-        "peak_rss_bytes": [10, 20],
-        "eval": {"held_out": {"first": 0.3, "last": 0.8, "best": 0.9}},
-        "max_logprob_gap": 3e-6,
-        "generated_tokens": 150,
-        "publish": {"publishes": 0, "seconds": {}, "bytes": {}},
-    }
-    assert json.loads(save_summary(tmp_path, summary).read_text()) == summary
-
-
-def test_the_summary_has_the_memory_of_devices_where_there_are_some():
-    on_cpu = build_summary(ROWS, wall_seconds=1.0, peak_rss_bytes=[1, 2], peak_device_bytes=[0, 0])
-    on_gpu = build_summary(ROWS, wall_seconds=1.0, peak_rss_bytes=[1, 2], peak_device_bytes=[7, 5])
-    assert "peak_device_bytes" not in on_cpu
-    assert on_gpu["peak_device_bytes"] == [7, 5]
-
-
-def test_a_run_without_steps_has_a_summary_too(tmp_path):
-    summary = build_summary([], wall_seconds=1.0, peak_rss_bytes=[1], versions={})
-    assert (
-        summary["steps"],
-        summary["cpu_seconds_per_step"],
-        summary["max_logprob_gap"],
-        summary["eval"],
-    ) == (0, None, None, {})
-
-
-def test_the_publishes_of_a_run_are_summed_up():
-    numbers = [(0.5, 100, 30, 1.0, 1e-6), (0.7, 60, 40, 0.1, 3e-6), (0.9, 50, 20, 0.2, 2e-6)]
-    rows = [
-        {
-            "step": step,
-            names.PUBLISH_SECONDS: seconds,
-            "publish/write_seconds": seconds / 2,
-            "publish/written_bytes": written,
-            "publish/peak_bytes": peak,
-            "publish/written_share": share,
-            "publish/kept_ratio": 1.0,
-            "publish/probe_gap": gap,
-            "publish/buckets": 3,
-        }
-        for step, (seconds, written, peak, share, gap) in enumerate(numbers, start=1)
-    ]
-    summary = build_summary([{"step": 0}, *rows], wall_seconds=1.0, peak_rss_bytes=[1], versions={})
-    assert summary["publish"] == {
-        "publishes": 3,
-        "seconds": {"all": 0.7, "write": 0.35},
-        "bytes": {"written": 210, "peak": 40},
-        "written_share": 0.2,
-        "kept_ratio": 1.0,
-        "probe_gap": 3e-6,
-    }
-
-
-def test_a_gap_that_was_not_finite_is_not_summed_up_as_a_small_one():
-    rows = [{"step": 1, names.LOGPROB_GAP: 1e-6}, {"step": 2, names.LOGPROB_GAP: None}]
-    assert build_summary(rows, wall_seconds=1.0, peak_rss_bytes=[1], versions={})["max_logprob_gap"] is None
-
-
 def test_phases_add_up_until_they_are_taken(monkeypatch):
     wall, cpu = iter([0.0, 1.5, 10.0, 12.0]), iter([0.0, 1.0, 5.0, 5.5])
     monkeypatch.setattr("time.perf_counter", lambda: next(wall))
@@ -333,58 +240,6 @@ def test_a_steps_numbers_come_before_its_evaluation_and_once(tmp_path, capsys):
     assert evaluated == "step 3/9  eval held_out 0.380"
     (row,) = read_rows(tmp_path / "metrics.jsonl")
     assert row["eval/held_out"] == 0.38 and row[names.REWARD] == 0.41234
-
-
-def sample(prompt_id, index, reward):
-    prompt = Prompt(id=prompt_id, text=f"prompt {prompt_id}", token_ids=(1, 2), columns={"answer": 42})
-    completion = Completion.sampled(
-        prompt_id, index, np.array([3, 4, 5]), np.zeros(3, np.float32), "stop", ((0, 1),), "größer"
-    )
-    return prompt, completion, Reward(reward, {"exact": reward})
-
-
-def test_whole_groups_are_written_spread_over_the_step(tmp_path):
-    samples = [sample(group, index, float(index)) for group in range(4) for index in range(2)]
-    path = write_completions(tmp_path, 10, samples, 3)
-    assert path == tmp_path / "completions" / "step_000010.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [(row["prompt_id"], row["index"]) for row in rows] == [(0, 0), (0, 1), (2, 0), (2, 1)]
-    assert rows[0] == {
-        "prompt_id": 0,
-        "index": 0,
-        "prompt": "prompt 0",
-        "columns": {"answer": "42"},
-        "completion": "größer",
-        "reward": 0.0,
-        "parts": {"exact": 0.0},
-        "outcome": "ok",
-        "detail": "",
-        "finish_reason": "stop",
-        "tokens": 3,
-        "weight_version": 1,
-    }
-
-
-def test_a_prompt_that_was_drawn_twice_has_two_groups(tmp_path):
-    samples = [sample(7, index, 0.0) for _ in range(2) for index in range(3)]
-    path = write_completions(tmp_path, 1, samples, 3)
-    assert len(path.read_text().splitlines()) == 3
-
-
-def test_held_out_answers_are_read_back_with_their_set_and_long_texts_keep_both_ends(tmp_path):
-    prompt, completion, reward = sample(1, 0, 1.0)
-    long = replace(completion, text="a" * 30_000 + "b" * 30_000)
-    write_completions(tmp_path, 0, [(prompt, long, reward)], 8, held_out="gsm8k/test")
-    write_completions(tmp_path, 1, [sample(2, 0, 1.0)], 8)
-    held_out, trained = read_completions(tmp_path)
-    assert (held_out["step"], held_out["set"], trained["step"], trained["set"]) == (0, "gsm8k-test", 1, "")
-    assert held_out["completion"].startswith("aaa") and held_out["completion"].endswith("bbb")
-    assert "[... 40000 characters ...]" in held_out["completion"]
-
-
-def test_more_completions_than_there_are_takes_all():
-    assert spread(3, 10) == [0, 1, 2]
-    assert spread(0, 10) == []
 
 
 OWN_WRITER = """
