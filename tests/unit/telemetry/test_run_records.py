@@ -136,7 +136,7 @@ def test_tensorboard_shows_the_configuration_and_the_hyperparameters(tmp_path):
     recorder.finish(1.0, [1])
     events = event_accumulator.EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
-    (shown,) = events.Tensors("config/text_summary")
+    (shown,) = events.Tensors("config")
     assert shown.tensor_proto.string_val[0].decode() == "".join(f"    {line}\n" for line in text.splitlines())
     data = HParamsPluginData.FromString(events.PluginTagToContent("hparams")["_hparams_/session_start_info"])
     assert data.session_start_info.hparams["optimizer.lr"].string_value == "3e-05"
