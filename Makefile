@@ -12,7 +12,7 @@ SMOLLM2 := models/smollm2-135m/model.safetensors
 CONSTRAINTS ?= docker/constraints-cpu.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: install quickstart smollm2 gsm8k examples engines engines-vllm engines-sglang test test-fast test-engines test-faults test-browser coverage lint clean
+.PHONY: install quickstart smollm2 gsm8k examples engines engines-vllm engines-sglang test test-fast test-engines test-faults test-browser coverage docs lint clean
 
 install: $(VENV)/.installed
 
@@ -102,6 +102,10 @@ test-faults: $(VENV)/.installed-test
 coverage: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not distributed and not end_to_end and not engines" \
 		--cov=megagrpo --cov-report=term --cov-report=html:build/coverage
+
+# The documentation as a site in build/site; a link or an anchor that leads nowhere fails it
+docs: $(VENV)/.installed-test
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

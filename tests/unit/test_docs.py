@@ -1,8 +1,12 @@
 """The documentation says what the code says: its reference is made from it, what it names exists."""
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -56,6 +60,51 @@ def test_every_metric_and_command_that_a_page_names_exists(page):
             assert command in {name.replace("_", "-") for name in commands}, command
     for name in re.findall(r"megagrpo config ([a-z]+)[`\s]", text):
         assert name in LISTS or name in Config.model_fields, name
+
+
+def build_site(root, site):
+    """Build the site of a repository's docs; return (exit code, what was said)."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text()) | {"site_dir": str(site)}
+    (root / "mkdocs.yml").write_text(yaml.safe_dump(config))
+    run = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build"],
+        cwd=root,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return run.returncode, run.stdout + run.stderr
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A copy of what the documentation is made of, and links to."""
+    for name in ("docs", "megagrpo", "examples", "tools", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    for path in (*ROOT.glob("*.md"), ROOT / "Makefile"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def test_the_site_is_built_and_each_of_its_links_leads_somewhere(repository, tmp_path):
+    code, said = build_site(repository, tmp_path / "site")
+    assert code == 0, said
+    home = (tmp_path / "site" / "index.html").read_text()
+    assert 'href="start/"' in home and 'href="repository/CONTRIBUTING/"' in home
+    shown = (tmp_path / "site" / "repository" / "megagrpo" / "trainer.py" / "index.html").read_text()
+    assert "class Trainer" in re.sub("<[^>]+>", "", shown)
+    fetched = re.findall(r'(?:src|href)="(https?://[^"]+)"', home)
+    assert {urlsplit(address).hostname for address in fetched} <= {"squidfunk.github.io"}, "theme's own name"
+
+
+@pytest.mark.parametrize("link", ["no_page.md", "../megagrpo/no_module.py", "concepts.md#no-section"])
+def test_a_link_that_leads_nowhere_fails_the_site(repository, tmp_path, link):
+    with (repository / "docs" / "start.md").open("a") as page:
+        page.write(f"\n[more]({link})\n")
+    code, said = build_site(repository, tmp_path / "site")
+    assert code != 0 and link.rpartition("#")[0].rpartition("/")[2] in said
 
 
 @pytest.mark.parametrize("file", sorted(LAUNCH.glob("*")), ids=lambda file: file.name)
