@@ -20,11 +20,15 @@ _POLL_SECONDS = 1.0  # between two looks of all ranks at a start that they wait 
 @exchangeable
 @dataclass(frozen=True)
 class _Start:
-    """What an owner tells of the start of its lost replica."""
+    """What an owner tells of the start of its lost replica: nothing yet while it is under way."""
 
-    state: str  # "starting", "started", "failed"
-    address: str = ""  # where the restarted server is reached
-    why: str = ""  # it can't be
+    address: str | None = None  # where the restarted server is reached
+    failure: str | None = None  # why it can't be restarted
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the server may still come up."""
+        return self.address is None and self.failure is None
 
 
 class ReplicaRecovery:
@@ -96,9 +100,9 @@ class ReplicaRecovery:
             for replica, owner in enumerate(self.owners)
             if (report := gathered[owner][0]) is not None
         }
-        self._started = [replica for replica, report in of_replica.items() if report.state == "started"]
+        self._started = [replica for replica, report in of_replica.items() if report.address is not None]
         self.states.lost |= {
-            replica: report.why for replica, report in of_replica.items() if report.state == "failed"
+            replica: report.failure for replica, report in of_replica.items() if report.failure is not None
         }
         usable = [
             replica
@@ -108,7 +112,7 @@ class ReplicaRecovery:
         if self.replica in self._started and not self._is_owner:
             self.engine.restart(of_replica[self.replica].address)  # a follower takes note of it
         return usable, not usable and not self.is_given_up and any(
-            report.state == "starting" for report in of_replica.values()
+            report.is_under_way for report in of_replica.values()
         )
 
     def published(self, chosen: Collection[int]) -> list[int]:
@@ -159,14 +163,13 @@ class ReplicaRecovery:
             return None
         if self._start is not None:
             if not self._start.wait(seconds=0.0):
-                return _Start("starting")
+                return _Start()
             outcome = self._start.outcome()
             if outcome is None and self.engine.health().state in _UPDATABLE:
-                return _Start("started", address=self.engine.address)
+                return _Start(address=self.engine.address)
             if outcome is not None and not isinstance(outcome, UserError):
-                return _Start(
-                    "failed", why=f"{self.states.lost[self.replica].removesuffix(f'; {outcome}')}; {outcome}"
-                )
+                known = self.states.lost[self.replica].removesuffix(f"; {outcome}")
+                return _Start(failure=f"{known}; {outcome}")
         # The first restart, or another one: it died again, or did not come up. As often as restarts are left.
         self._start = BackgroundWork(self.engine.restart, "start engine")
-        return _Start("starting")
+        return _Start()

@@ -68,7 +68,7 @@ def try_rewards(
     """
     import numpy as np
 
-    from megagrpo.rewards.pool import RewardPool
+    from megagrpo.rewards.pool import NO_OPINION, RewardPool
     from megagrpo.types import Completion
 
     ids = np.asarray(tokenizer.encode(MADE_UP, add_special_tokens=False) or [0])
@@ -79,7 +79,7 @@ def try_rewards(
         for place, prompts in sets.items():
             completion = Completion.sampled(prompts[0].id, 0, ids, logprobs, "stop", ((0, 0),), MADE_UP)
             (reward,) = pool.score([prompts[0]], [completion])
-            if reward.outcome != "ok" and reward.detail != "no reward has an opinion":
+            if reward.outcome != "ok" and reward.detail != NO_OPINION:
                 raise UserError(
                     f"rewards.functions: a made-up completion of the first prompt of {place} can't be "
                     f"scored: {reward.outcome}: {reward.detail}"

@@ -22,6 +22,9 @@ from megagrpo.types import Completion, Prompt, Reward
 
 _Task = tuple[int, tuple[int, ...]]  # (position of the reward, positions of the completions)
 
+NO_OPINION = "no reward has an opinion"
+"""The detail of a completion's reward where every part leaves it out."""
+
 
 class RewardPool:
     """Worker processes that compute every configured reward.
@@ -170,7 +173,7 @@ class RewardPool:
             weight * part for weight, part in zip(weights, parts.values(), strict=True) if part is not None
         ]
         if not opinions:
-            return Reward(self._failure_value, parts, "error", "no reward has an opinion", subparts=subparts)
+            return Reward(self._failure_value, parts, "error", NO_OPINION, subparts=subparts)
         return Reward(sum(opinions), parts, subparts=subparts)
 
 

@@ -54,6 +54,11 @@ class Failure:
         return f"phase {self.phase}" if self.step is None else f"step {self.step}, phase {self.phase}"
 
     @property
+    def exit_code(self) -> int:
+        """Return the code that the rank leaves with that met it."""
+        return exit_codes.USER_ERROR if self.kind == "user" else exit_codes.FAILED
+
+    @property
     def peer_exit_code(self) -> int:
         """Return the code that the other ranks leave with."""
         return exit_codes.USER_ERROR if self.kind == "user" else exit_codes.PEER_FAILED

@@ -152,7 +152,7 @@ class Supervisor:
         board = self._board
         if board is None:
             say(failure.tell())
-            return exit_codes.USER_ERROR if failure.kind == "user" else exit_codes.FAILED
+            return failure.exit_code
         try:
             if echo:
                 self._wait_for_cause(board)
@@ -161,7 +161,7 @@ class Supervisor:
             is_first = True
         if is_first:
             tell(self.run_dir, failure)
-            return exit_codes.USER_ERROR if failure.kind == "user" else exit_codes.FAILED
+            return failure.exit_code
         first = board.first_failure()
         assert first is not None
         note_for_launcher(f"left because rank {first.rank} failed")
