@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from megagrpo.algorithms.algorithm import Algorithm
-from megagrpo.checkpoint.carried import RandomStates
 from megagrpo.checkpoint.resume import check_config
 from megagrpo.checkpoint.run_checkpoints import RunCheckpoints
-from megagrpo.checkpoint.state import Stateful, StateOfNumbers, StateOfRanks
+from megagrpo.checkpoint.state import RandomStates, Stateful, StateOfNumbers, StateOfRanks
 from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.rollout_sections import EvaluationSetConfig
@@ -26,13 +25,12 @@ from megagrpo.evaluation.evaluator import Evaluator
 from megagrpo.models.hf_export import export_dtype, staging_folder, write_hf_folder
 from megagrpo.parallel.groups import all_reduce_flag, destroy_groups
 from megagrpo.policy.actor import Actor
-from megagrpo.policy.guarded_update import GuardedUpdate
+from megagrpo.policy.guarded_update import GuardedUpdate, UpdateGate
 from megagrpo.policy.logprob_gap import LogprobGapGate, warning_bound
 from megagrpo.policy.offload import Offload
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.schedule import learning_rate
 from megagrpo.policy.update import PolicyUpdater
-from megagrpo.policy.update_gate import UpdateGate
 from megagrpo.rollout.data_identity import describe_data, describe_other_held_out
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.rollout.pipeline import RolloutPipeline

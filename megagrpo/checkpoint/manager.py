@@ -12,22 +12,42 @@ checkpoints/step_000010/
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megagrpo.checkpoint import folder as names
 from megagrpo.checkpoint.commit import Commit, Contents
-from megagrpo.checkpoint.first_rank import SaveError, on_first_rank
 from megagrpo.checkpoint.identity import share_out
 from megagrpo.checkpoint.manifest import Manifest, ManifestError, read_manifest, verify_files
 from megagrpo.checkpoint.plan import ShardPlanner
 from megagrpo.checkpoint.shards import ShardCollector
 from megagrpo.checkpoint.writer import ShardWriter, yield_to_training
+from megagrpo.parallel import agreement
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.groups import all_gather_metadata, all_reduce_flag
+
+T = TypeVar("T")
+
+
+class SaveError(Exception):
+    """A checkpoint could not be written: a full or read-only disk, a failed rank. The run can go on; older
+    checkpoints are untouched.
+    """
+
+
+def on_first_rank(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and return its result on all ranks. Collective over all ranks.
+
+    Raises:
+        SaveError: on all ranks, where rank 0 met anything but a UserError.
+        UserError: on all ranks, where rank 0 met one.
+    """
+    return agreement.on_first_rank(action, SaveError)
+
 
 KEEP_POLL_SECONDS = 0.1
 FREE_MARGIN = 1.05  # what is needed in bytes of the shards: headers, metadata and small files come on top

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from megagrpo.checkpoint.commit import Contents
-from megagrpo.checkpoint.first_rank import SaveError
 from megagrpo.checkpoint.folder import Retention, step_of
 from megagrpo.checkpoint.hf_share import FOLDER, collect_share
 from megagrpo.checkpoint.identity import ReferenceWeights, describe_model, describe_tokenizer
-from megagrpo.checkpoint.manager import CheckpointManager, Saved
+from megagrpo.checkpoint.manager import CheckpointManager, Saved, SaveError
 from megagrpo.checkpoint.manifest import FileContents, Manifest
 from megagrpo.checkpoint.resume import (
     CONFIG_FILE,

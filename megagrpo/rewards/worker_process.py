@@ -10,11 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megagrpo.rewards.frames import MAX_REPLY_BYTES, FrameReader, MalformedFrameError, pack_frame
 from megagrpo.rewards.isolation import allowed_environment
-from megagrpo.rewards.messages import Reply
-from megagrpo.rewards.replies import decode_reply
+from megagrpo.rewards.messages import Failed, Ready, Refused, Reply, Scores
 
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
 # the keeper kills its children within 5 s; one that does not answer was stopped or killed by reward code
@@ -112,3 +114,31 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             return self._process.wait()
+
+
+MAX_MESSAGE_CHARACTERS = 2000
+_READER: TypeAdapter[Reply] = TypeAdapter(
+    Annotated[Ready | Scores | Failed | Refused, Field(discriminator="kind")]
+)
+
+
+def decode_reply(body: bytes) -> Reply:
+    """Return the reply, its messages on one line and of bounded length.
+
+    Raises:
+        ValueError: it is no reply: not JSON, another field, another type, a number that is not finite.
+    """
+    try:
+        reply = _READER.validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from None
+    if isinstance(reply, Failed):
+        return Failed(reply.outcome, _one_line(reply.detail))
+    return Refused(_one_line(reply.message)) if isinstance(reply, Refused) else reply
+
+
+def _one_line(text: str) -> str:
+    printable = "".join(character if character.isprintable() else " " for character in text)
+    return " ".join(printable.split())[:MAX_MESSAGE_CHARACTERS]

@@ -17,9 +17,8 @@ from megagrpo.parallel.plain_data import exchangeable
 from megagrpo.weights.context import PublishContext
 from megagrpo.weights.partial_checksums import combine_shares, compute_share
 from megagrpo.weights.publisher import agree
-from megagrpo.weights.selection.base import Selection
+from megagrpo.weights.selection.base import Place, Region, SelectedBlocks, SelectedBucket, Selection, SlotRun
 from megagrpo.weights.selection.change_tracker import Change, ChangeTracker
-from megagrpo.weights.selection.selected import Place, Region, SelectedBlocks, SelectedBucket, SlotRun
 from megagrpo.wire.bucket_manifest import Patch
 
 exchangeable(Patch)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from megagrpo.engines.bucket_engine import BucketEngine
 from megagrpo.weights.context import PublishContext
 from megagrpo.weights.plan.publish_plan import Transfer
-from megagrpo.weights.selection.selected import SelectedBucket
+from megagrpo.weights.selection.base import SelectedBucket
 from megagrpo.wire.bucket_manifest import BucketManifest, TensorEntry
 
 SLOTS = 2

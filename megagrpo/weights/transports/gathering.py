@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megagrpo.weights.plan.boxes import sizes
 from megagrpo.weights.plan.publish_plan import Transfer
-from megagrpo.weights.selection.selected import SelectedBlocks, SelectedBucket
+from megagrpo.weights.selection.base import SelectedBlocks, SelectedBucket
 from megagrpo.weights.transports.base import SLOTS
 from megagrpo.weights.transports.slots import SlotTransport
 

@@ -27,7 +27,7 @@ from megagrpo.weights.plan.boxes import Box
 from megagrpo.weights.plan.publish_plan import Transfer
 from megagrpo.weights.publisher import agree
 from megagrpo.weights.read.slice_reader import SliceReader
-from megagrpo.weights.selection.selected import SelectedBlocks, SelectedBucket
+from megagrpo.weights.selection.base import SelectedBlocks, SelectedBucket
 from megagrpo.weights.transports.base import SLOTS, Transport
 from megagrpo.weights.transports.group_membership import GroupMembership
 from megagrpo.wire.bucket_manifest import BucketManifest

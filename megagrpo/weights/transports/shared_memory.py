@@ -2,16 +2,20 @@
 straight to their places.
 """
 
+import mmap
+import os
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from megagrpo.supervision.orphaned_files import hold
 from megagrpo.weights.context import PublishContext
-from megagrpo.weights.selection.selected import SelectedBlocks, SelectedBucket
+from megagrpo.weights.selection.base import SelectedBlocks, SelectedBucket
 from megagrpo.weights.transports.base import SLOTS
-from megagrpo.weights.transports.mapped_file import MappedFile, slot_path
 from megagrpo.weights.transports.slots import SlotTransport
 from megagrpo.wire.bucket_manifest import checksum_of
+from megagrpo.wire.shared_files import PREFIX, SHARED_MEMORY
 
 
 class SharedMemoryTransport(SlotTransport):
@@ -67,3 +71,42 @@ class SharedMemoryTransport(SlotTransport):
         path = slot_path(self.context.token, self.version, replica, slot)
         self._files[replica, slot] = MappedFile(path, self.context.slot_bytes, create)
         return self._files[replica, slot].tensor
+
+
+def slot_path(token: str, version: int, replica: int, slot: int) -> Path:
+    """Return the name of a slot in shared memory; no two runs, versions or replicas share one."""
+    return SHARED_MEMORY / f"{PREFIX}{token}_v{version}_r{replica}_{slot}"
+
+
+class MappedFile:
+    """A file whose bytes are a tensor; what one process writes the others see. The creator removes it."""
+
+    def __init__(self, path: Path, nbytes: int, create: bool):
+        """Make the file (room for all of it is taken now: later there would be a SIGBUS), or map one that is
+        there.
+
+        Raises:
+            OSError: no room, or no such file.
+        """
+        self.path, self._created = path, create
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        handle = os.open(path, flags, 0o600)
+        try:
+            if create:
+                hold(handle)
+                os.posix_fallocate(handle, 0, nbytes)
+            self._mapped = mmap.mmap(handle, nbytes)
+        except OSError as error:
+            if create:
+                path.unlink()
+            raise OSError(
+                error.errno, f"{os.strerror(error.errno or 0)} ({nbytes} bytes)", str(path)
+            ) from None
+        finally:
+            os.close(handle)
+        self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
+
+    def remove(self) -> None:
+        """Remove the file, if this process made it; its memory goes with the last tensor that maps it."""
+        if self._created:
+            self.path.unlink(missing_ok=True)

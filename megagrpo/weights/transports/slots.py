@@ -9,7 +9,7 @@ from megagrpo.weights.context import PublishContext
 from megagrpo.weights.plan.boxes import Box, slices
 from megagrpo.weights.plan.bucket_layout import PlacedTensor
 from megagrpo.weights.plan.publish_plan import Transfer
-from megagrpo.weights.selection.selected import SelectedBlocks, SelectedBucket, SlotRun
+from megagrpo.weights.selection.base import SelectedBlocks, SelectedBucket, SlotRun
 from megagrpo.weights.transports.base import SLOTS, Transport
 from megagrpo.wire.bucket_manifest import checksum_of
 

@@ -20,9 +20,8 @@ from megagrpo.checkpoint import manager as manager_module  # noqa: E402
 from megagrpo.checkpoint import plan as plan_module  # noqa: E402
 from megagrpo.checkpoint import writer as writer_module  # noqa: E402
 from megagrpo.checkpoint.commit import Contents  # noqa: E402
-from megagrpo.checkpoint.first_rank import SaveError  # noqa: E402
 from megagrpo.checkpoint.folder import Retention, list_complete  # noqa: E402
-from megagrpo.checkpoint.manager import CheckpointManager  # noqa: E402
+from megagrpo.checkpoint.manager import CheckpointManager, SaveError  # noqa: E402
 from megagrpo.checkpoint.manifest import Manifest, read_manifest  # noqa: E402
 from megagrpo.checkpoint.shards import ShardCollector, load_shards  # noqa: E402
 from megagrpo.config.training_sections import OptimizerConfig  # noqa: E402

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from megagrpo.checkpoint.carried import RandomStates
 from megagrpo.checkpoint.manifest import FORMAT_VERSION, OLDEST_RESUMABLE, Manifest
 from megagrpo.checkpoint.resume import choose_checkpoint
-from megagrpo.checkpoint.state import TrainerState
+from megagrpo.checkpoint.state import RandomStates, TrainerState
 from megagrpo.errors import UserError
 from megagrpo.rollout.in_flight import ScoredCompletions, pack_share
 from megagrpo.types import Completion, Reward

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
-from megagrpo.checkpoint.carried import RandomStates, pack, unpack
+from megagrpo.checkpoint.state import RandomStates, StateOfRanks
 from megagrpo.errors import UserError
 from megagrpo.models.restricted_pickles import reading_checkpoint
 
@@ -61,22 +61,22 @@ def test_the_payload_would_have_run(tmp_path, plant):
 
 @pytest.mark.parametrize("forged", ["planted", b"", b"{}", b'{"python": 1}', b"[" * 10**5])
 def test_carried_state_that_no_save_wrote_is_refused_in_a_line(tmp_path, forged):
-    carried = {"random": RandomStates(0)}
+    part = StateOfRanks("random", RandomStates(0), 0)
     path = tmp_path / "carried" / "random.00000"
     path.parent.mkdir()
     path.write_bytes(forged if isinstance(forged, bytes) else b"")
     if forged == "planted":
         plant_in_carried(tmp_path, tmp_path / "ran")
     with pytest.raises(UserError, match=r"carried/random\.\*: not what a save writes") as told:
-        unpack(tmp_path, carried)
+        part.restore({}, tmp_path)
     assert not (tmp_path / "ran").exists() and "\n" not in str(told.value)
 
 
 def test_random_generators_go_on_where_they_were(tmp_path):
-    carried = {"random": RandomStates(0)}
+    part = StateOfRanks("random", RandomStates(0), 0)
     random.gauss(0, 1)  # leaves half a pair behind
     np.random.standard_normal()
-    for name, contents in pack(carried, 0).items():
+    for name, contents in part.snapshot().files().items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(contents)
 
@@ -84,6 +84,6 @@ def test_random_generators_go_on_where_they_were(tmp_path):
         return random.gauss(0, 1), random.random(), np.random.standard_normal(3).tolist(), torch.rand(3)
 
     *expected, tensor = draw()
-    unpack(tmp_path, carried)
+    part.restore({}, tmp_path)
     *found, again = draw()
     assert found == expected and torch.equal(tensor, again)

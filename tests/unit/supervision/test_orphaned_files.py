@@ -6,11 +6,11 @@ import sys
 import time
 
 from megagrpo.supervision.orphaned_files import remove_orphans
-from megagrpo.weights.transports.mapped_file import MappedFile
+from megagrpo.weights.transports.shared_memory import MappedFile
 
 MAKER = (
     "import sys, time; from pathlib import Path\n"
-    "from megagrpo.weights.transports.mapped_file import MappedFile\n"
+    "from megagrpo.weights.transports.shared_memory import MappedFile\n"
     "file = MappedFile(Path(sys.argv[1]), 4096, create=True); print('there', flush=True); time.sleep(100)"
 )
 

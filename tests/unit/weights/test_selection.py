@@ -9,9 +9,8 @@ import pytest
 from megagrpo.weights.from_config import TRANSPORTS
 from megagrpo.weights.publisher import PublishError
 from megagrpo.weights.remote_publisher import RemotePublisher
-from megagrpo.weights.selection.base import Everything
+from megagrpo.weights.selection.base import NO_CHECKSUM, Everything, Region, SelectedBlocks, SelectedBucket
 from megagrpo.weights.selection.changed_weights import Changes
-from megagrpo.weights.selection.selected import NO_CHECKSUM, Region, SelectedBlocks, SelectedBucket
 from megagrpo.weights.transports.base import Transport
 from megagrpo.wire.bucket_manifest import Patch, TensorEntry
 
