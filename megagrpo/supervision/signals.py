@@ -33,8 +33,23 @@ def end_with_launcher() -> None:
     launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
     if LAUNCHER_ENDED is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, LAUNCHER_ENDED)
-    if os.getppid() != launcher:
+    if os.getppid() != launcher or _is_left_by_torchrun():
         os.kill(os.getpid(), signal.SIGTERM)  # it ended before that
+
+
+def _is_left_by_torchrun() -> bool:
+    """Say whether torchrun, which does not tell its process id, has ended before this rank's first line.
+
+    It starts each rank as the leader of a session and is a Python program: where a leader's parent is none,
+    whoever adopts orphans is its parent now.
+    """
+    if LAUNCHER_PID in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return False
+    try:
+        program = os.path.basename(os.readlink(f"/proc/{os.getppid()}/exe"))
+    except OSError:  # another user's, as the first process of a machine is
+        program = ""
+    return os.getsid(0) == os.getpid() and not program.startswith(("python", "pypy"))
 
 
 class SignalPipe:

@@ -136,6 +136,41 @@ def test_a_launcher_that_is_killed_takes_ranks_that_start_with_it(starting):
     assert not alive
 
 
+@pytest.mark.parametrize(
+    ("is_killed", "wrapper"), [(True, ""), (False, ""), (False, "#!/bin/bash\n{python} {rank}; exit $?\n")]
+)
+def test_a_rank_whose_torchrun_is_killed_before_its_first_line_ends(tmp_path, is_killed, wrapper):
+    """One that is not killed lets it go on, also behind a shell script of the user's."""
+    rank, pids = tmp_path / "rank.py", tmp_path / "pids"
+    rank.write_text(
+        f"import os, pathlib, time\npathlib.Path({str(pids)!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(1.5)\nfrom megagrpo.supervision.signals import end_with_launcher\nend_with_launcher()\n"
+        f"pathlib.Path({str(tmp_path / 'went_on')!r}).touch()\ntime.sleep(60 if {is_killed} else 0)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    if wrapper:
+        (tmp_path / "rank.sh").write_text(wrapper.format(python=sys.executable, rank=rank))
+        (tmp_path / "rank.sh").chmod(0o755)
+        command += ["--no-python", str(tmp_path / "rank.sh")]
+    else:
+        command.append(str(rank))
+    torchrun = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: pids.exists() and pids.read_text())
+        started = psutil.Process(int(pids.read_text()))
+        if not is_killed:
+            assert torchrun.wait(60) == 0 and (tmp_path / "went_on").exists()
+        else:
+            torchrun.kill()
+            _, alive = psutil.wait_procs([started], timeout=10)
+            assert not alive and not (tmp_path / "went_on").exists()
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started.kill()
+
+
 def test_nohup_outlives_its_terminal(tmp_path):
     folder = tmp_path / "there"
     folder.mkdir()
