@@ -30,7 +30,7 @@ _VALUES = (
     *(("mine.yaml", f"{FOLDER}/mine.yaml"), ("CONFIG.yaml", "examples/quickstart/quickstart.yaml")),
     ("train.jsonl data/", f"examples/gsm8k/sample.jsonl {FOLDER}/"),
     *(("test.jsonl data/", f"examples/gsm8k/sample_eval.jsonl {FOLDER}/"), ("=data/", f"={FOLDER}/")),
-    *(("--nproc 8", "--nproc 2"), ("--nproc-per-node 8", "--nproc-per-node 2")),
+    *(("--gpus 8", "--gpus 0"), ("--nproc 8", "--nproc 2"), ("--nproc-per-node 8", "--nproc-per-node 2")),
     # for 8 GPUs and a larger model: a step of two groups, on a CPU
     *(("parallel.tp=2 parallel.pp=1", "parallel.tp=1 parallel.pp=2"), ("run.steps=200", "run.steps=1")),
     *(
@@ -67,7 +67,6 @@ class Command:
             text = text.replace(name, value)
         if re.match(r"(megagrpo run|torchrun) ", text):
             text += f" run.dir={FOLDER}/run_{number} evaluation.sets.0.limit=2 {_SHORT}"
-            text += " precision.recipe=fp32" if "precision.recipe" not in text else ""
         return text
 
 
