@@ -239,14 +239,15 @@ FOUR = Chain(
 
 
 def raises_in_a_save(step, rank):
-    """The other rank's storage takes seconds for its part of the last save, which is kept all the same."""
-    slow = [at("files.open", "slow", each, LAST - rank) for each in (step - 1, step)]
+    """Another rank's storage takes seconds for its part of the last save, which is kept all the same."""
+    slow = [at("files.open", "slow", each, 0 if rank == LAST else LAST) for each in (step - 1, step)]
+    who = "both ranks" if rank is None else f"rank {rank} alone"
     return [
         Case(
-            f"an error on rank {rank} alone while the other one still writes the last save",
+            f"an error on {who} while rank {slow[0]['rank']} still writes the last save",
             "resumes",
             [at("exchange.enter", "raise", step, rank), *slow],
-            says=rf"rank {rank} failed in step {step}, phase \w+: RuntimeError: injected",
+            says=rf"rank {r'[01]' if rank is None else rank} failed in step {step}, phase \w+: RuntimeError",
             leaves=kept(step - 1),
         )
     ]
@@ -256,7 +257,7 @@ SHORT_BACKGROUND = Chain(
     "short background",
     2,
     ["checkpoint.asynchronous=true"],
-    [raises_in_a_save(3, rank=0), raises_in_a_save(6, rank=1)],
+    [raises_in_a_save(3, rank=0), raises_in_a_save(6, rank=1), raises_in_a_save(9, rank=None)],
 )
 
 BACKGROUND = Chain(
@@ -269,6 +270,7 @@ BACKGROUND = Chain(
         raises("an error while the last save is being written", "exchange.enter", 7, rank=0),
         raises_in_a_save(10, rank=0),
         raises_in_a_save(13, rank=1),
+        raises_in_a_save(16, rank=None),
     ],
 )
 

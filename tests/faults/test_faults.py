@@ -47,7 +47,7 @@ def test_the_run_goes_on_bit_equal_after(results, name):
 
 @pytest.mark.parametrize("name", names(SHORT_BACKGROUND))
 def test_a_save_under_way_is_whole_after(results, name):
-    """One rank of two fails by itself; the step before it was still being written."""
+    """One rank of two fails by itself, or both alike; the step before was still being written."""
     assert_bit_equal(results(SHORT_BACKGROUND)[name])
 
 
