@@ -1,9 +1,10 @@
-"""Takes secrets out of what is printed and kept: errors carry addresses, headers and command lines. No
-torch.
+"""Takes out of what is printed and kept what does not belong there: secrets (errors carry addresses, headers
+and command lines), and what would steer the reader's terminal. No torch.
 """
 
 import os
 import re
+import unicodedata
 
 _HIDDEN = "***"
 _USER_IN_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s@'\"]+@", re.IGNORECASE)
@@ -11,9 +12,19 @@ _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CR
 _SHORTEST = 8  # characters; what is shorter occurs by chance ("1", "true")
 
 
+def visible(text: str) -> str:
+    """Return `text` with control characters and halves of surrogate pairs written out: a model's or a
+    server's words must not move a cursor, or end what prints them.
+    """
+    return "".join(
+        each if each in "\n\t" or unicodedata.category(each) not in ("Cc", "Cs") else ascii(each)[1:-1]
+        for each in text
+    )
+
+
 def redact(text: str) -> str:
-    """Return `text` without user names and passwords in addresses, and without the values of environment
-    variables whose names say that they are secret.
+    """Return `text` without user names and passwords in addresses, without the values of environment
+    variables whose names say that they are secret, and with control characters written out.
     """
     text = _USER_IN_ADDRESS.sub(rf"\1{_HIDDEN}@", text)
     secrets = {
@@ -23,4 +34,4 @@ def redact(text: str) -> str:
     }
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
-    return text
+    return visible(text)

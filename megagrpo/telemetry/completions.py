@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megagrpo.supervision.redaction import redact
 from megagrpo.types import Completion, Prompt, Reward
 
 FOLDER = "completions"
@@ -48,9 +49,17 @@ def write_completions(run_dir: Path, step: int, samples: Samples, count: int, he
     return path
 
 
+_OPTIONAL: dict[str, Any] = {"columns": {}, "parts": {}, "outcome": "ok", "detail": "", "finish_reason": ""}
+_KINDS: dict[str, Any] = {
+    **{name: type(value) for name, value in _OPTIONAL.items()},
+    **{"prompt_id": int, "index": int, "tokens": int, "prompt": str, "completion": str},
+    "reward": (int, float, type(None)),
+}
+
+
 def read_completions(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of all files of a run, with `step` and `set` (empty: training) beside what was written.
-    A damaged line is passed over.
+    A damaged line, and one without what `show` and the report need, is passed over.
     """
     for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
         found = re.fullmatch(r"(?:step|held_out)_(\d+)(?:_(.+))?", path.stem)
@@ -58,9 +67,11 @@ def read_completions(run_dir: Path) -> Iterator[dict[str, Any]]:
             continue
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                yield {"step": int(found[1]), "set": found[2] or "", **json.loads(line)}
-            except (ValueError, TypeError):
+                row = {**_OPTIONAL, **json.loads(line), "step": int(found[1]), "set": found[2] or ""}
+            except (ValueError, TypeError, RecursionError):
                 continue
+            if all(name in row and isinstance(row[name], kinds) for name, kinds in _KINDS.items()):
+                yield row
 
 
 def spread(length: int, count: int) -> list[int]:
@@ -96,7 +107,7 @@ def _row(prompt: Prompt, completion: Completion, reward: Reward) -> dict[str, An
         "reward": _finite(reward.value),
         "parts": {name: _finite(value) for name, value in {**reward.parts, **reward.subparts}.items()},
         "outcome": reward.outcome,
-        "detail": reward.detail,
+        "detail": redact(reward.detail),
         "finish_reason": completion.finish_reason,
         "tokens": len(completion.token_ids),
         "weight_version": completion.weight_versions[0][1] if completion.weight_versions else None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config.run_sections import TelemetryConfig
+from megagrpo.supervision.redaction import redact
 from megagrpo.telemetry.activity import Activity
 from megagrpo.telemetry.completions import Samples, write_completions
 from megagrpo.telemetry.display import Display
@@ -144,6 +145,7 @@ class Recorder(NullRecorder):
 
     def note(self, text: str) -> None:
         """See NullRecorder."""
+        text = redact(text)
         if self._progress is None:
             self._waiting.append(text)
             return
@@ -153,6 +155,7 @@ class Recorder(NullRecorder):
 
     def warn_once(self, name: str, text: str) -> None:
         """See NullRecorder."""
+        text = redact(text)
         if self._progress is not None and self._warnings.add(self._display.activity.step, name, text):
             self._progress.note(f"{WARNING}{text}")
 

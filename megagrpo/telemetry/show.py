@@ -11,6 +11,7 @@ from rich.text import Text
 
 from megagrpo.errors import UserError
 from megagrpo.registry import suggestion
+from megagrpo.supervision.redaction import visible
 from megagrpo.telemetry.completions import FOLDER, read_completions
 
 Row = Mapping[str, Any]
@@ -106,7 +107,7 @@ def _has(row: Row, text: str) -> bool:
 def _panel(group: Sequence[Row]) -> Panel:
     first = group[0]
     columns = "  ".join(f"{name}: {value}" for name, value in (first.get("columns") or {}).items())
-    parts = [Text(_cut(first["prompt"])), Text(columns, style="dim")]
+    parts = [Text(_cut(first["prompt"])), Text(visible(columns), style="dim")]
     for row in group:
         facts = [f"{name} {value}" for name, value in row["parts"].items()]
         facts += [f"{row['tokens']} tokens", row["finish_reason"], f"step {row['step']}"]
@@ -114,11 +115,13 @@ def _panel(group: Sequence[Row]) -> Panel:
             facts.append(f"{row['outcome']}: {row['detail']}")
         colour = "green" if _reward(row) == max(map(_reward, group)) and _reward(row) > 0 else "red"
         parts.append(
-            Text.assemble("\n", (f"{row['reward']}", f"bold {colour}"), ("  " + "  ".join(facts), "dim"))
+            Text.assemble(
+                "\n", (f"{row['reward']}", f"bold {colour}"), (visible("  " + "  ".join(facts)), "dim")
+            )
         )
         parts.append(Text(_cut(row["completion"])))
     return Panel(Group(*parts), title=f"prompt {first['prompt_id']}", title_align="left")
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
+    return visible(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ...")

@@ -20,6 +20,11 @@ def test_users_and_passwords_in_addresses_are_hidden(text, expected):
     assert redact(text) == expected
 
 
+def test_what_would_steer_a_terminal_is_written_out():
+    text = "a\x1b]0;title\x07\x1b[2J\x9b31m\r\ud83d\n\tnaïve 中文 👍"
+    assert redact(text) == "a\\x1b]0;title\\x07\\x1b[2J\\x9b31m\\r\\ud83d\n\tnaïve 中文 👍"
+
+
 def test_values_of_secret_variables_are_hidden(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     monkeypatch.setenv("JUDGE_API_KEY", "sk-12345678")

@@ -108,6 +108,21 @@ def test_a_warning_is_on_the_screen_in_the_log_and_on_file_and_not_again_after_a
     assert (kept["step"], kept["name"]) == (3, "truncation") and f"warning: {kept['text']}" == line
 
 
+def test_notes_and_warnings_hold_no_secret_and_steer_no_terminal(tmp_path, capsys, monkeypatch):
+    """What a judge or a server answered may be in them, and with it the key that it was sent."""
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-12345678")
+    recorder = Recorder(tmp_path, 40, TelemetryConfig(writers=("jsonl",)), "")
+    recorder.note("before it is open: sk-12345678")
+    recorder.open(None)
+    recorder.note("warning: 401 for key sk-12345678 \x1b[2J")
+    recorder.warn_once("judge", "sk-12345678 again")
+    recorder.close()
+    files = [path.read_text() for path in (tmp_path / "log.txt", tmp_path / "warnings.jsonl")]
+    for text in (capsys.readouterr().out, *files):
+        assert "12345678" not in text and "\x1b" not in text
+        assert "401 for key ***" in text and "*** again" in text
+
+
 def test_a_disk_that_is_nearly_full_is_warned_of(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 2**30))

@@ -122,3 +122,22 @@ def test_a_card_says_what_was_trained_how_and_what_came_of_it(tmp_path):
     for line in ("| prompts | `train.jsonl` |", "| rewards | `math` x 2 |", "| steps | 40 |", "torch 2.13.0"):
         assert line in text
     assert "| gsm8k | 0.25 | 0.5 | 0.625 |" in text
+
+
+def test_a_completion_can_not_steer_the_terminal(run_dir):
+    path = run_dir / "completions" / "step_000010.jsonl"
+    row = json.loads(path.read_text().splitlines()[0]) | {"completion": "\x1b[2Jgone", "detail": "\x1b[31m"}
+    path.write_text(json.dumps(row | {"outcome": "crash"}) + "\n")
+    text = shown(run_dir)
+    assert "\x1b" not in text and r"\x1b[2Jgone" in text and r"crash: \x1b[31m" in text
+
+
+@pytest.mark.parametrize(
+    "line", ["broken", "[1]", "7", "{}", "[" * 100_000, "TOKENS"], ids=lambda line: line[:9]
+)
+def test_a_line_that_is_no_row_is_passed_over(run_dir, line):
+    path = run_dir / "completions" / "step_000010.jsonl"
+    if line == "TOKENS":
+        line = json.dumps(json.loads(path.read_text().splitlines()[0]) | {"tokens": "many"})
+    path.write_text(f"{line}\n{path.read_text()}")
+    assert prompts_of(shown(run_dir)) == [0, 1, 2]

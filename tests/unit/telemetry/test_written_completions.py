@@ -39,6 +39,15 @@ def test_whole_groups_are_written_spread_over_the_step(tmp_path):
     }
 
 
+def test_why_a_score_failed_is_kept_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-12345678")
+    prompt, completion, _ = sample(1, 0, 0.0)
+    failed = Reward(0.0, {}, "unreachable", "reward: http://me:pa55@judge said: no such key sk-12345678")
+    write_completions(tmp_path, 1, [(prompt, completion, failed)], 1)
+    (row,) = read_completions(tmp_path)
+    assert row["detail"] == "reward: http://***@judge said: no such key ***"
+
+
 def test_a_prompt_that_was_drawn_twice_has_two_groups(tmp_path):
     samples = [sample(7, index, 0.0) for _ in range(2) for index in range(3)]
     path = write_completions(tmp_path, 1, samples, 3)
