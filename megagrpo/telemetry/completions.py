@@ -59,13 +59,17 @@ _KINDS: dict[str, Any] = {
 
 def read_completions(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of all files of a run, with `step` and `set` (empty: training) beside what was written.
-    A damaged line, and one without what `show` and the report need, is passed over.
+    Passed over are damaged lines, those without what `show` and the report need, and what is no file.
     """
     for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
         found = re.fullmatch(r"(?:step|held_out)_(\d+)(?:_(.+))?", path.stem)
         if found is None:
             continue
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
             try:
                 row = {**_OPTIONAL, **json.loads(line), "step": int(found[1]), "set": found[2] or ""}
             except (ValueError, TypeError, RecursionError):

@@ -1,6 +1,7 @@
 """`report.html`: a run, or several side by side, in one file that opens without a network."""
 
 import base64
+import contextlib
 import gzip
 import json
 import math
@@ -33,7 +34,7 @@ def write_report(run_dirs: Sequence[Path], target: Path | None = None) -> Path:
         target: file to write; None: report.html in the first folder.
 
     Raises:
-        UserError: a folder holds no metrics.
+        UserError: a folder holds no metrics, or the page can't be written.
     """
     runs = [_gather(folder, name) for folder, name in zip(run_dirs, _short_names(run_dirs), strict=True)]
     html = build_page(runs)
@@ -43,8 +44,15 @@ def write_report(run_dirs: Sequence[Path], target: Path | None = None) -> Path:
         html = build_page(runs)
     target = target or run_dirs[0] / "report.html"
     temporary = target.with_suffix(".tmp")
-    temporary.write_text(html, encoding="utf-8")
-    os.replace(temporary, target)
+    try:
+        temporary.write_text(html, encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"{target}: can't be written: {error.strerror or error}; --out names another"
+        ) from error
     return target
 
 
@@ -82,7 +90,7 @@ def _gather(run_dir: Path, name: str) -> dict[str, Any]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{path}: no such file; RUN_DIR is the folder that run.dir named")
-    rows = list(read_rows(path))
+    rows = [{key: value for key, value in row.items() if _is_number(value)} for row in read_rows(path)]
     if not rows:
         raise UserError(f"{path}: holds no step yet")
     kept = _thin(rows)
@@ -96,6 +104,10 @@ def _gather(run_dir: Path, name: str) -> dict[str, Any]:
         "config": _config_of(run_dir),
         "completions": list(read_completions(run_dir)),
     }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _thin(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -49,7 +49,7 @@ def read_warnings(run_dir: Path) -> list[dict[str, Any]]:
 def _read(line: str) -> dict[str, Any] | None:
     try:
         read = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     is_whole = isinstance(read, dict) and {"step", "name", "text"} <= read.keys()
     return read if is_whole else None

@@ -5,6 +5,7 @@ import gzip
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 
@@ -134,3 +135,34 @@ def test_a_text_cannot_end_the_script_that_holds_it(tmp_path):
 def test_a_run_without_a_step_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"metrics\.jsonl: holds no step yet"):
         write_report([write_run(tmp_path / "run", [])])
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["\udcff{", "[" * 100_000, "[1]", '{"a": 1}', '{"step": "x"}', '{"step": 2, "reward/mean": "high"}'],
+)
+def test_a_damaged_row_costs_no_report(tmp_path, line):
+    folder = write_run(tmp_path / "run", [{"step": 1, **ROW}])
+    with (folder / "metrics.jsonl").open("ab") as rows:
+        rows.write(line.encode(errors="surrogateescape") + b"\n")
+    (folder / "warnings.jsonl").write_bytes(line.encode(errors="surrogateescape") + b"\n")
+    (run,) = data_of(write_report([folder]))["runs"]
+    assert run["steps"][0] == 1 and run["metrics"][names.REWARD][0] is not None
+
+
+def test_what_is_no_file_costs_no_report(tmp_path):
+    folder = write_run(tmp_path / "run", [{"step": 1, **ROW}])
+    for name in ("warnings.jsonl", "completions/step_000001.jsonl"):
+        (folder / name).mkdir(parents=True)
+    assert data_of(write_report([folder]))["runs"][0]["completions"] == []
+
+
+@pytest.mark.parametrize("place", ["a folder", "/dev/full/report.html", "/proc/report.html"])
+def test_a_page_that_can_not_be_written_is_one_line_and_leaves_nothing(tmp_path, place):
+    folder = write_run(tmp_path / "run", [{"step": 1, **ROW}])
+    target = tmp_path / "taken.html" if place == "a folder" else Path(place)
+    if place == "a folder":
+        target.mkdir()
+    with pytest.raises(UserError, match=rf"^{target}: can't be written: [^\n]+; --out names another$"):
+        write_report([folder], target)
+    assert not list(tmp_path.glob("*.tmp"))
