@@ -119,6 +119,10 @@ def run(
         int | None,
         typer.Option(min=1, help="with --dry-run: plan for so many GPUs, which need not be here"),
     ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(metavar="GB", help="with --dry-run and --gpus: count what one GPU of this size holds"),
+    ] = None,
 ) -> None:
     """Train on this machine, or as one of several: check the configuration, then start the ranks.
 
@@ -126,10 +130,10 @@ def run(
     """
     with Launch() as launch:
         if dry_run:
-            _dry_run(config, overrides or [], nproc, gpus, show_config)
+            _dry_run(config, overrides or [], nproc, gpus, gpu_memory, show_config)
             return
-        if gpus is not None or show_config:
-            raise UserError("--gpus and --show-config are for --dry-run")
+        if gpus is not None or gpu_memory is not None or show_config:
+            raise UserError("--gpus, --gpu-memory and --show-config are for --dry-run")
         nodes = read_nodes(nnodes, node_rank, rendezvous)
         if nodes is not None and max_restarts:
             raise UserError(
@@ -141,14 +145,23 @@ def run(
 
 
 def _dry_run(
-    path: Path, overrides: list[str], nproc: int | None, gpus: int | None, shows_config: bool
+    path: Path,
+    overrides: list[str],
+    nproc: int | None,
+    gpus: int | None,
+    gpu_memory: str | None,
+    shows_config: bool,
 ) -> None:
     """Say what a run would do, here or on GPUs that are elsewhere."""
     from megagrpo.planning.dry_run import print_dry_run
+    from megagrpo.planning.memory_table import read_gigabytes
     from megagrpo.planning.preflight import prepare_run
 
+    if gpu_memory is not None and gpus is None:
+        raise UserError("--gpu-memory: of how many GPUs? Say --gpus too")
+    gpu_bytes = None if gpu_memory is None else read_gigabytes(gpu_memory)
     config, num_ranks = prepare_run(path, overrides, gpus or nproc, is_elsewhere=gpus is not None)
-    print_dry_run(config, num_ranks, shows_config)
+    print_dry_run(config, num_ranks, shows_config, gpu_bytes)
 
 
 def _run(

@@ -68,6 +68,8 @@ TAKE_THE_WHOLE = {
     "planning/dry_run.py print_dry_run": "shows it",
     "planning/dry_run.py format_dry_run": "shows what of it is no default",
     "planning/inputs.py format_inputs": "opens what a run would open",
+    "planning/memory_table.py format_memory": "gives the plan of memory its sections",
+    "planning/memory_table.py memory_settings": "gives the plan of memory its sections",
     "telemetry/model_card.py write_model_card": "describes the run as a whole",
     "telemetry/model_card.py format_model_card": "describes the run as a whole",
     "train.py _supervise": "the run, behind what watches it",

@@ -57,12 +57,13 @@ class ParallelGroups:
         return self.is_last_stage and self.tp_rank == 0
 
 
-def build_groups(layout: ParallelLayout, timeout_seconds: int) -> ParallelGroups:
+def build_groups(layout: ParallelLayout, timeout_seconds: int, with_gloo: bool = True) -> ParallelGroups:
     """Start torch.distributed (where the caller has not) and Megatron's groups. Collective over all ranks.
 
     Args:
         layout: sizes of the axes; it must divide the world.
         timeout_seconds: a collective that waits longer than this raises on the waiting ranks.
+        with_gloo: also make Megatron's groups for tensors on the host.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -77,6 +78,7 @@ def build_groups(layout: ParallelLayout, timeout_seconds: int) -> ParallelGroups
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=max(1, timeout_seconds // 60),
+        create_gloo_process_groups=with_gloo,
     )
     # Megatron forks this tracker for dropout and recompute; nothing in a run draws from it, so its seed is
     # not a setting.

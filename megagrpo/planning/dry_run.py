@@ -16,6 +16,7 @@ from megagrpo.parallel.alignment import token_alignment
 from megagrpo.parallel.layout import ParallelLayout, build_layout
 from megagrpo.planning.file_checks import read_hf_config
 from megagrpo.planning.inputs import format_inputs
+from megagrpo.planning.memory_table import format_memory
 from megagrpo.planning.starter import count_parameters
 
 
@@ -94,11 +95,16 @@ def _max_microbatches(
     return round_up(max(bounds))
 
 
-def print_dry_run(config: Config, world_size: int, shows_config: bool = False) -> None:
+def print_dry_run(
+    config: Config, world_size: int, shows_config: bool = False, gpu_bytes: float | None = None
+) -> None:
     """Print `format_dry_run` and `format_inputs` to standard output: coloured on a terminal, the plain text
-    anywhere else. What matters comes first; the resolved configuration, where it is asked for, last.
+    anywhere else. What matters comes first; the resolved configuration, where it is asked for, last. The
+    memory of a GPU, where one of `gpu_bytes` is planned for, is counted on a model without memory.
     """
     parts = [format_dry_run(config, world_size), format_inputs(config)]
+    if gpu_bytes is not None:
+        parts.insert(1, format_memory(config, world_size, gpu_bytes))
     if shows_config:
         parts.append(f"Configuration\n-------------\n{dump_config(config).rstrip()}")
     Console(soft_wrap=True).print("\n\n".join(parts), markup=False)

@@ -21,6 +21,7 @@ from megagrpo.planning.dry_run import (
     print_dry_run,
 )
 from megagrpo.planning.inputs import format_inputs
+from megagrpo.planning.memory_table import read_gigabytes
 from megagrpo.planning.preflight import prepare_run
 from megagrpo.policy.microbatches import PackingRules, SampleSize, plan_microbatches
 from megagrpo.train import main, parse_arguments
@@ -303,3 +304,16 @@ def test_a_malformed_command_line_is_refused_with_the_usage(arguments, capsys):
         parse_arguments(arguments)
     assert left.value.code == 2
     assert "usage: python -m megagrpo.train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80", 80e9), ("80GB", 80e9), ("141 gb", 141e9), ("79.6GiB", 79.6 * 2**30)]
+)
+def test_the_size_of_a_gpu_is_read_as_it_is_written(text, size):
+    assert read_gigabytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["0", "eighty", "80TB", "-1", ""])
+def test_what_is_no_size_of_a_gpu_is_refused(text):
+    with pytest.raises(UserError, match="a size in GB is wanted, as 80 or 80GB"):
+        read_gigabytes(text)
