@@ -11,7 +11,9 @@ class UserError(Exception):
 
 
 class SharedUserError(UserError):
-    """One that all ranks find, and raise, alike: they can still save the last finished step together."""
+    """A user's mistake that all ranks find and raise alike: they can still save the last finished step
+    together.
+    """
 
 
 class ConfigError(UserError):
@@ -23,8 +25,8 @@ class ConfigError(UserError):
 
 
 class RelayedError(RuntimeError):
-    """A failure of one rank that all ranks raise alike, between two collectives; the rank that met it has
-    it as the cause.
+    """A failure of one rank that all ranks raise alike, between two collectives; on the rank that met it, it
+    is the cause.
     """
 
 

@@ -151,7 +151,7 @@ def build_recorder(config: Config, display: Display) -> Recorder:
 
 @contextmanager
 def _rest(engine: Engine, offload: Offload, sleeps: bool) -> Iterator[None]:
-    """What is entered for an update: the device is the policy's while the context lasts."""
+    """Context of an update: the device belongs to the policy while it lasts."""
     with asleep(engine, sleeps), offload.resident():
         yield
 
@@ -227,7 +227,8 @@ def build_checkpoints(
 
 
 def build_export(config: Config, exporter: WeightExporter, is_first: bool) -> Callable[[], None]:
-    """Return what writes the weights as an HF folder, where the run is to; a collective over all ranks.
+    """Return the function that writes the weights as an HF folder, or one that does nothing; a collective
+    over all ranks.
 
     What it needs of the model's folder beside config and tokenizer is read now. It raises a UserError on the
     first rank where the folder could not be written.

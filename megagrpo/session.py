@@ -47,7 +47,7 @@ from megagrpo.weights.from_config import build_publisher
 from megagrpo.weights.publisher import Publisher
 
 Building = Callable[[str, Path | None], None]
-"""Told what is built next, and the log of another process that is waited for."""
+"""Called with what is built next, and the log of another process that is awaited."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ def build_session(
     """Check the inputs, then build models, engine, reward workers and data. Collective over all ranks.
 
     Args:
-        engine_start: what all ranks are in while they wait for an engine that is started anew.
+        engine_start: context of all ranks while they wait for an engine that restarts.
         note: told what the user should know of the data and of engines that fail, line by line.
         building: told what is built next, and the log of another process that is waited for.
         counts: told how far the phases of a step have come.
@@ -233,7 +233,7 @@ def _build_engine(
     counts: Counts,
     note: Callable[[str], None],
 ) -> tuple[RolloutGenerator, Publisher]:
-    """Return what generates, and what brings weights to it. Collective over all ranks."""
+    """Return the generator, and the publisher of weights to its engine. Collective over all ranks."""
     groups, run_dir = actor.model.groups, Path(config.run.dir)
     building(f"the rollout engine ({config.engine.name})", engine_log(config.engine, run_dir, replica=0))
     engine = build_rollout_engine(
@@ -283,7 +283,7 @@ def _watch_replicas(
     generator: RolloutGenerator,
     engine_start: Callable[[], AbstractContextManager[None]],
 ) -> Publisher:
-    """Let engines in processes of their own be started anew where they are lost."""
+    """Wrap the publisher so that lost replicas are restarted."""
     groups = generator.groups
     owners = [owner_of_replica(replica, groups.world_size, num_replicas) for replica in range(num_replicas)]
     recovery = ReplicaRecovery(

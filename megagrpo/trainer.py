@@ -46,7 +46,7 @@ class Trainer:
     clock: RunClock
     engine_rests: Callable[[], AbstractContextManager[None]]  # entered while the policy is updated
     export: Callable[[], None]  # writes the final weights; collective over all ranks
-    max_roll_backs: int  # one more ends the run
+    max_roll_backs: int  # the run ends at one more
     state: TrainerState = field(init=False, default_factory=TrainerState)
     _prompts: Sequence[Prompt] = field(init=False, default=())  # the running step's
 
@@ -134,9 +134,8 @@ class Trainer:
             raise failure
 
     def _conclude(self, metrics: dict[str, float], evaluates: bool) -> None:
-        """Evaluate, record and save the last finished step, as far as each is due.
-
-        An evaluation that is stopped or fails leaves all of this to the run that resumes.
+        """Evaluate, record and save the last finished step, each where it is due. After an evaluation that is
+        stopped or fails, the resumed run does all of this.
         """
         if metrics:
             self.recorder.show(self.state.step, metrics)

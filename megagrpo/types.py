@@ -133,7 +133,7 @@ class Completion:
 
 
 def describe_spans(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return, as JSON's types, all of `spans` but their tokens and log-probs."""
+    """Return all of `spans` but their tokens and log-probs, in JSON's types."""
     return [
         {
             "length": len(span.token_ids),

@@ -56,8 +56,8 @@ class Commit:
         self._work.wait(seconds)
 
     def outcome(self) -> tuple[int, list[str]]:
-        """Wait; return the bytes of all files, and the names of the checkpoints that were retired; or
-        raise what was met.
+        """Wait; return the bytes of all files and the names of the checkpoints that were retired, or raise
+        the error.
         """
         outcome = self._work.outcome()
         if isinstance(outcome, BaseException):  # raised where all ranks hear of it
@@ -83,7 +83,9 @@ class Commit:
 
 
 def retire(folder: Path, retention: names.Retention) -> list[str]:
-    """Rename the checkpoints that go, and return their names; they are removed after that. First rank."""
+    """Rename the checkpoints that retention drops, and return their names; they are removed later. First
+    rank.
+    """
     complete = {names.step_of(path): path for path in names.list_complete(folder)}
     scores: dict[int, float] = {}
     for step, path in complete.items() if retention.keep_best else ():

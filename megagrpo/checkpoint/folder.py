@@ -66,8 +66,8 @@ def list_complete(folder: Path) -> list[Path]:
 
 
 def finish_publishing(folder: Path) -> None:
-    """Give the checkpoints their names whose saves were complete when the process was killed: between its two
-    renames `publish` has an older save of the step under `.old` and the new one under `.partial`.
+    """Finish the renames of saves that were complete when the process was killed: between the two renames of
+    `publish` an older save of the step is under `.old` and the new one under `.partial`.
     """
     for partial in sorted(folder.glob("*.partial")):
         target = partial.with_suffix("")
@@ -90,8 +90,8 @@ def remove_retired(folder: Path) -> None:
 
 
 def publish(folder: Path, step: int) -> Path:
-    """Give a finished checkpoint its name and move `latest` to it; every step of this is atomic, and what is
-    cut off between two of them is made up for by `finish_publishing`.
+    """Give a finished checkpoint its name and move `latest` to it; every step is atomic, and
+    `finish_publishing` completes what was cut off between two of them.
     """
     partial, target = partial_path(folder, step), checkpoint_path(folder, step)
     _sync_folder(partial)

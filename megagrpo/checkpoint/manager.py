@@ -50,7 +50,7 @@ def on_first_rank(action: Callable[[], T]) -> T:
 
 
 KEEP_POLL_SECONDS = 0.1
-FREE_MARGIN = 1.05  # what is needed in bytes of the shards: headers, metadata and small files come on top
+FREE_MARGIN = 1.05  # free space that a save needs, per byte of its shards: small files come on top
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Saved:
 
     path: Path
     num_bytes: int  # all files together
-    stall_seconds: float  # training stood still
+    stall_seconds: float  # how long training stood still
     write_seconds: float  # the slowest rank's, in the background
     removed: list[str] = field(default_factory=list)
 
@@ -141,7 +141,7 @@ class CheckpointManager:
         return None if self.asynchronous else self.finish()
 
     def poll(self) -> Saved | None:
-        """Bring the save that is being written further, where no rank is at work on it; return it once it is
+        """Advance the save that is being written where no rank is busy with it; return it once it is
         complete.
 
         Collective over all ranks.

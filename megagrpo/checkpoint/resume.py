@@ -154,8 +154,8 @@ def compare_environments(saved: Mapping[str, str], own: Mapping[str, str]) -> li
 def describe_schedule_change(
     saved: tuple[OptimizerConfig, int], own: tuple[OptimizerConfig, int], updates: int
 ) -> str | None:
-    """Return one line where the learning rates of the coming updates are others than the saved run's would
-    have been; else None. Of both runs the section and the number of updates in all.
+    """Return one line where the coming updates have other learning rates than they would have had in the
+    saved run; else None. `saved` and `own` are the section and the number of updates of the whole run.
     """
     for update in range(updates, max(saved[1], own[1])):
         before = learning_rate(saved[0], update, saved[1])

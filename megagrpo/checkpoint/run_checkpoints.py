@@ -37,7 +37,7 @@ from megagrpo.telemetry import names
 from megagrpo.telemetry.summary import package_versions
 from megagrpo.types import Snapshot
 
-KEEP_SECONDS = 15.0  # for a save under way where a rank has failed; launchers kill ranks after 30 s
+KEEP_SECONDS = 15.0  # to finish a save after a rank has failed; launchers kill ranks after 30 s
 
 
 class RunCheckpoints:
@@ -60,7 +60,7 @@ class RunCheckpoints:
         tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         note: Callable[[str], None],
     ):
-        """Look at nothing yet: `resume` comes first.
+        """Read nothing yet: `resume` comes first.
 
         Args:
             run: its folder, length and `resume`.
@@ -202,8 +202,8 @@ class RunCheckpoints:
         return self._saved_step == state.step
 
     def close(self, state: TrainerState) -> None:
-        """Bring what a run has still to save to disk; a save that failed last is tried once more.
-        Collective over all ranks.
+        """Save what is not on disk yet; a save that failed last is tried once more. Collective over all
+        ranks.
         """
         self.finish()
         if self._retry:

@@ -88,7 +88,7 @@ class Engine(ABC):
     ) -> list[list[Completion]]:
         """Sample the completions `completion_indices` (say, range(G)) of every prompt.
 
-        What completion i of a prompt is depends on (sampling, prompt, i, weights) alone: asking for it
+        Completion i of a prompt depends on (sampling, prompt, i, weights) alone: asking for it
         together with others, in another order, or on another rank gives the same tokens.
 
         Args:
@@ -124,13 +124,13 @@ class Engine(ABC):
 
     @abstractmethod
     def abort_update(self) -> None:
-        """Give the open transaction up; without one, do nothing."""
+        """Abort the open transaction; without one, do nothing."""
 
     @abstractmethod
     def sleep(self) -> None:
         """Free accelerator memory between rollouts; generate() and updates are errors until `wake()`.
 
-        An engine that gives its weights up is empty then: it generates after the next whole update.
+        An engine that drops its weights is empty then: it generates after the next whole update.
         """
 
     @abstractmethod

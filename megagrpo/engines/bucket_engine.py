@@ -15,7 +15,7 @@ from megagrpo.wire.transfer_group import GroupAddress
 
 
 class Ack(TypedDict):
-    """What an engine rank says of a bucket."""
+    """An engine rank's acknowledgement of a bucket."""
 
     rank: int
     version: int
@@ -27,7 +27,7 @@ class BucketEngine(Engine):
     """One rank's view of a replica of the engine.
 
     One rank owns a replica: it publishes to it. Others follow: they generate, and go through the calls of an
-    update without sending anything, so that they know what is served; the caller sees to it that a follower
+    update without sending anything, so that they know what is served; the caller ensures that a follower
     generates only after the owner's commit.
 
     Attributes:
@@ -57,7 +57,7 @@ class BucketEngine(Engine):
     @abstractmethod
     def join_group(self, address: GroupAddress) -> None:
         """Have the engine's ranks join a process group with the trainer's (instead of the one before), for
-        buckets of transport `group`. The owner's call.
+        buckets of transport `group`. The owner calls it.
 
         Raises:
             EngineError: a rank can't, or not all members come in time.

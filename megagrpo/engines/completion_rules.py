@@ -1,5 +1,5 @@
-"""What every kind of engine does alike: what a request may ask, the seeds of engines that draw by themselves,
-and where a completion ends.
+"""Rules that all engines share: what a request may ask, the seeds of engines that draw by themselves, and
+where a completion ends.
 """
 
 from collections.abc import Sequence
@@ -117,8 +117,8 @@ class StopRule:
         return ended
 
     def first_end(self, tokens: np.ndarray) -> int | None:
-        """Return how many of a completion's tokens, int64 [L], it has when the first end in it is kept;
-        None without an end in it.
+        """Return how many of a completion's tokens, int64 [L], are left when it is cut behind its first end;
+        None where it has no end.
         """
         length = len(tokens)
         ended = self.ends(np.broadcast_to(tokens, (length, length)), np.arange(1, length + 1))

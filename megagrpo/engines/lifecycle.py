@@ -26,7 +26,7 @@ class Action(StrEnum):
 
 
 _AT_REST = (EngineState.EMPTY, EngineState.SERVING, EngineState.STALE)
-_BACK = None  # to the state at rest, which overwriting weights has made STALE
+_BACK = None  # back to the state at rest: STALE once weights were overwritten
 
 TRANSITIONS: Mapping[Action, Mapping[EngineState, EngineState | None]] = {
     Action.GENERATE: {EngineState.SERVING: EngineState.SERVING},
@@ -55,8 +55,8 @@ class EngineLifecycle:
 
     Attributes:
         version: the committed version; None before the first commit and once its weights are overwritten.
-        opened: the version that the open update (or the last one) is to; None: there was none.
-        newest_version: the highest that an update was begun to, so that nothing can be of a later one.
+        opened: the target version of the open or the last update; None: there was none.
+        newest_version: the highest version to which an update was begun: no completion can be of a later one.
     """
 
     def __init__(self, updates_in_place: bool = False, find_loss: Callable[[], str | None] = lambda: None):
@@ -210,7 +210,7 @@ class EngineLifecycle:
         return self._state is EngineState.ASLEEP
 
     def forget(self) -> None:
-        """Take the engine for empty: the next update may be to any version."""
+        """Treat the engine as empty: the next update may be to any version."""
         self._state: EngineState = EngineState.EMPTY
         self._rest: EngineState = EngineState.EMPTY
         self.version: int | None = None

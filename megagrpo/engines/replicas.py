@@ -91,7 +91,7 @@ def build_rollout_engine(
 
 
 def _with_context(config: EngineConfig, longest_sequence_tokens: int) -> Any:
-    """Return the section with servers that have room for the run's longest sequence and no more: one of all
+    """Return the section with `max_model_len` set to the run's longest sequence: one of all
     the positions of a model (Llama 3.1: 17 GB of keys and values) may not fit beside the trainer.
     """
     server = config.server

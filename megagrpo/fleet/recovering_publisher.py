@@ -14,15 +14,15 @@ class RecoveringPublisher(Publisher):
     def __init__(self, publisher: Publisher, recovery: ReplicaRecovery):
         self.publisher, self.recovery, self.exporter = publisher, recovery, publisher.exporter
         self._version = -1  # the newest one that was published
-        self._told: dict[int, str] = {}  # lost replicas, as the log has them
-        self._notes: list[str] = []  # for the log, with the next publish of a step
+        self._told: dict[int, str] = {}  # lost replicas that the log names already
+        self._notes: list[str] = []  # lines for the log, written with the next publish of a step
 
     def publish(self, version: int, replicas: Collection[int] | None = None) -> PublishStats:
         """Bring the engines to `version`; see Publisher.publish.
 
-        A replica that dies meanwhile is left out of what is then published again to the others; where there
-        are none, to the first replica that could be restarted. Where there is none either, nobody takes the
-        weights, and the next rollout ends the run.
+        If a replica dies meanwhile, the version is published again to the others, or, where none is left, to
+        the first replica that could be restarted. Where none could be, no engine takes the weights, and the
+        next rollout ends the run.
         """
         stats = self._publish(version, replicas)
         notes, self._notes = self._notes, []
@@ -33,7 +33,7 @@ class RecoveringPublisher(Publisher):
         )
 
     def revive(self) -> bool:
-        """Bring a replica back that is lost, when all are: start, publish; say whether one generates now.
+        """Recover a replica when all are lost: restart it, publish to it. Return whether one generates now.
         Collective over all ranks.
 
         Raises:
@@ -71,7 +71,7 @@ class RecoveringPublisher(Publisher):
             return stats
 
     def _note_lost(self, version: int) -> None:
-        """Put what is newly lost, or lost for a new reason, into the log."""
+        """Log each replica that is newly lost, or lost for a new reason."""
         lost = self.recovery.states.lost
         news = sorted(lost.items() - self._told.items())
         self._notes += [

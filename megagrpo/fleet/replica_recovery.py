@@ -14,7 +14,7 @@ from megagrpo.rollout.dealing import ReplicaStates
 
 # states of an engine that takes a whole update
 _UPDATABLE = (EngineState.SERVING, EngineState.EMPTY, EngineState.STALE)
-_POLL_SECONDS = 1.0  # between two looks of all ranks at a start that they wait for
+_POLL_SECONDS = 1.0  # between two checks of a restart that all ranks wait for
 
 
 @exchangeable
@@ -90,8 +90,8 @@ class ReplicaRecovery:
         return usable
 
     def _look_at_starts(self) -> tuple[list[int], bool]:
-        """Return the replicas that can take weights, and whether there are none yet and a start is worth
-        waiting for. Collective.
+        """Return the replicas that can take weights, and, where there are none yet, whether to wait for a
+        restart. Collective.
         """
         gathered = all_gather_metadata((self._report(), self._is_stopping()))
         self.is_given_up = any(is_stopping for _, is_stopping in gathered)
@@ -116,12 +116,12 @@ class ReplicaRecovery:
         )
 
     def published(self, chosen: Collection[int]) -> list[int]:
-        """Let those of `chosen` that were restarted, and now have the weights, generate again;
-        return them.
+        """Let the replicas of `chosen` that were restarted generate again: they have the weights now. Return
+        them.
         """
         found = [replica for replica in self._started if replica in chosen]
         for replica in found:
-            self.states.find(replica)
+            self.states.recover(replica)
             if replica == self.replica:
                 self._start = None
         return found
@@ -139,8 +139,8 @@ class ReplicaRecovery:
         return bool(dead)
 
     def _find_lost(self) -> set[int]:
-        """Notice servers that died while nobody asked them anything; return all that are dead. Collective
-        over all ranks.
+        """Find servers that died while nobody called them; return all that are dead. Collective over all
+        ranks.
         """
         health = self.engine.health()
         told = all_gather_metadata(
@@ -156,8 +156,8 @@ class ReplicaRecovery:
         return self.owners[self.replica] == self.rank
 
     def _report(self) -> _Start | None:
-        """Return what becomes of this rank's lost replica; None where there is nothing to say. What fails
-        to start is tried again.
+        """Return the state of the restart of this rank's replica; None where it is not lost. A start that
+        failed is tried again.
         """
         if not self._is_owner or self.replica not in self.states.lost:
             return None
@@ -170,6 +170,6 @@ class ReplicaRecovery:
             if outcome is not None and not isinstance(outcome, UserError):
                 known = self.states.lost[self.replica].removesuffix(f"; {outcome}")
                 return _Start(failure=f"{known}; {outcome}")
-        # The first restart, or another one: it died again, or did not come up. As often as restarts are left.
+        # Restart it: for the first time, or again where it died or did not come up, while restarts are left.
         self._start = BackgroundWork(self.engine.restart, "start engine")
         return _Start()

@@ -43,7 +43,7 @@ def agree(
     Args:
         step: its result is small; it is gathered on all ranks.
         failure: makes the error that all ranks raise from what failed first.
-        describe: makes the text of what a rank met.
+        describe: turns a rank's error into text.
 
     Raises:
         Exception: of `failure`, on all ranks alike, where the step failed on any.

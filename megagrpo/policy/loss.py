@@ -31,7 +31,8 @@ class SequenceTerms:
     token_weights: Mapping[SampleKey, float]
     # publishes between the weights that sampled the sequence and the actor's
     policy_ages: Mapping[SampleKey, int]
-    # what the KL to go of a token takes from its advantage is scaled by; 0: advantages are the sequences'
+    # scales the KL to go that is subtracted from a token's advantage; 0: all tokens have their sequence's
+    # advantage
     kl_scale: float = 0.0
 
 
@@ -54,7 +55,7 @@ class PolicyLoss:
         largest_gap: LargestGap | None,
         is_comparable: bool = True,
     ):
-        """Take what the loss of one update is made of.
+        """Build the loss of one update.
 
         Args:
             largest_gap: told of every row where these are the first log-probs of the step, to be compared

@@ -19,8 +19,8 @@ class RouterLoads:
         }
 
     def take(self, updates: int) -> dict[str, float]:
-        """Return the metrics of the sequences trained in the last `updates`, and start anew. Collective over
-        all ranks.
+        """Return the metrics of the sequences trained in the last `updates`, and start counting from 0.
+        Collective over all ranks.
 
         expert_load_ratio/layer_K: tokens of the busiest expert of layer K over the mean of its experts; 1 is
         even, E / top-k the worst.

@@ -1,5 +1,5 @@
-"""Finds updates and steps that leave the run's own track: loss and gradient-norm spikes, rewards that
-collapse.
+"""Finds updates and steps that differ sharply from those before them: loss and gradient-norm spikes, rewards
+that collapse.
 
 Every value is compared with the running median of those before it, which one bad value does not move. All
 ranks hold the same values, so they find the same. A value that is not finite is no spike: such an update is
@@ -17,7 +17,7 @@ LOSS_FLOOR = 1.0
 
 
 class RollBack(Exception):
-    """Takes all ranks out of the loop, back to the newest checkpoint."""
+    """Raised on all ranks to go back to the newest checkpoint."""
 
 
 class SpikeGuard:

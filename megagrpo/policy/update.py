@@ -57,7 +57,7 @@ class _Step:
     before: dict[str, Metric]  # KL that was taken from rewards
     mismatch: dict[str, Metric]  # between engine and actor; empty where the first update measures it
     largest_gap: LargestGap
-    kl_scale: float  # the factor of the KL to go, which is taken from the advantages of tokens
+    kl_scale: float  # scales the KL to go that is subtracted from a token's advantage
 
 
 class PolicyUpdater:

@@ -1,4 +1,4 @@
-"""Whether the prompts of a run are those that they were: on every rank, and when a run goes on.
+"""Checks that all ranks read the same prompts, and that a resumed run reads those that it read before.
 
 A position in the data means something for the prompts that it was counted in alone. A path says little of
 them: its rows may be others by now, or in another order, and a chat template may read the clock.
@@ -19,8 +19,8 @@ FIELD = "data.source"  # a run that may go on with other prompts names it in run
 
 
 def describe_data(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return, as JSON can hold it, what tells these prompts from others: their number, a SHA-256 over row
-    numbers and token ids in order, and one over the columns that rewards read.
+    """Return, in JSON's types, what tells these prompts from others: their number, a SHA-256 over row numbers
+    and token ids in order, and one over the columns that rewards read.
     """
     tokens, columns = hashlib.sha256(), hashlib.sha256()
     for prompt in prompts:

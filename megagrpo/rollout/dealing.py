@@ -4,7 +4,7 @@ ones, and by which engine replicas there are. The same on all ranks, from metada
 What is generated doesn't depend on the rank, so this decides time alone. What a replica failed on goes to
 others, where there are any, after a pause that doubles. One whose engine still says that it serves gets
 prompts again; one that doesn't, or that fails MAX_FAILURES times in a row, is lost: it gets none until it is
-found again.
+recovered.
 """
 
 import heapq
@@ -97,11 +97,11 @@ def deal_groups(costs: Sequence[float], replica_of_rank: Sequence[int]) -> list[
 @exchangeable
 @dataclass(frozen=True)
 class EngineFailure:
-    """A rank's engine has failed in the midst of a request."""
+    """A rank's engine has failed during a request."""
 
     message: str
     is_ready: bool  # the engine says that it would serve now
-    life: int = 0  # the replica's, when it was asked: what failed before it was found again is no news
+    life: int = 0  # the replica's life when it was asked: a failure from before its recovery is stale
 
 
 class ReplicaStates:
@@ -111,7 +111,7 @@ class ReplicaStates:
         self.replica_of_rank = tuple(replica_of_rank)
         self.lost: dict[int, str] = {}  # replica -> why
         self._failures: Counter[int] = Counter()  # in a row
-        self._lives: Counter[int] = Counter()  # times that a replica was found again
+        self._lives: Counter[int] = Counter()  # times that a replica was recovered
 
     def deal(self, costs: Sequence[float], is_retry: bool = False) -> list[list[int]]:
         """Return the groups of each rank; none where its replica is lost, or has failed last if this is a
@@ -153,7 +153,7 @@ class ReplicaStates:
         return pause
 
     def life(self, rank: int) -> int:
-        """Return the number of the life that a rank's replica lives now."""
+        """Return the number of the current life of a rank's replica: it has been recovered so often."""
         return self._lives[self.replica_of_rank[rank]]
 
     @property
@@ -165,8 +165,8 @@ class ReplicaStates:
         """Return what is lost and why, for a message."""
         return "; ".join(f"replica {replica}: {why}" for replica, why in sorted(self.lost.items()))
 
-    def find(self, replica: int) -> None:
-        """Let a lost replica generate again: it was started anew and holds the newest weights."""
+    def recover(self, replica: int) -> None:
+        """Let a lost replica generate again: it was restarted and holds the newest weights."""
         self.lost.pop(replica, None)
         self._failures[replica] = 0
         self._lives[replica] += 1

@@ -19,7 +19,7 @@ from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts, concatenat
 
 @dataclass(frozen=True)
 class GroupOutcomes:
-    """How the groups of some rollouts came out."""
+    """Counts of groups by their rewards."""
 
     signal: int = 0  # their rewards differ
     solved: int = 0  # all their rewards are the same, and above 0

@@ -31,7 +31,7 @@ from megagrpo.rollout.share_progress import ShareProgress
 from megagrpo.telemetry.activity import Counts, count_nothing
 from megagrpo.types import Completion, Prompt, Reward
 
-STOP_POLL_SECONDS = 0.5  # between two looks, while scores are waited for, at whether they are still wanted
+STOP_POLL_SECONDS = 0.5  # between two checks, while scores are awaited, whether they are still wanted
 
 
 class RolloutFailedError(RelayedError):
@@ -58,7 +58,8 @@ class RolloutGenerator:
         """Take an engine that serves, and the rewards' workers.
 
         Args:
-            revive: starts lost replicas anew when none is left, says if any is then. Collective.
+            revive: restarts lost replicas when none is left, and returns whether one generates then.
+                Collective.
             replica_of_rank: the engine replica that each rank generates through.
             is_embedded: the engine is part of the rank: where it fails, another rank's would too. Otherwise
                 other replicas take over.
@@ -112,10 +113,10 @@ class RolloutGenerator:
         return PendingRollouts(pending.request, completed.outcome)
 
     def stop(self, pending: PendingRollouts) -> None:
-        """Give `pending` up: end it early and wait for its thread. This rank generates nothing any more."""
+        """Cancel `pending`: end it early and wait for its thread. This rank generates nothing any more."""
         self._is_closing = True
         while not pending.wait(seconds=0.1):
-            self.engine.abort()  # again and again: one that comes before the engine's own start is lost
+            self.engine.abort()  # again and again: an abort that comes before the engine starts is lost
 
     def give_up(self) -> None:
         """End early what all ranks wait for, now and from now on; called again and again, from another thread
@@ -138,7 +139,7 @@ class RolloutGenerator:
             return self._sample_and_score(
                 request, self._deal(request, groups, is_retry), lambda: self.is_given_up
             )
-        except Exception as error:  # handed to all ranks, which raise it alike
+        except Exception as error:  # sent to all ranks, which raise it alike
             return error
         finally:
             self._is_waited_for = False
@@ -225,8 +226,8 @@ class RolloutGenerator:
     # ---- all ranks
 
     def _gather(self, request: RolloutRequest, outcome: ScoredCompletions | BaseException) -> StepRollouts:
-        """Tell every rank what the others have, and have groups that an engine failed on generated again.
-        Collective over all ranks.
+        """Share what every rank has, and regenerate the groups that an engine failed on. Collective over all
+        ranks.
         """
         completed = self._complete(request, outcome, self.revive)
         self._raise_alike(completed)
@@ -247,8 +248,8 @@ class RolloutGenerator:
     def _complete(
         self, request: RolloutRequest, outcome: ScoredCompletions | BaseException, revive: Callable[[], bool]
     ) -> CompletedRollouts:
-        """Tell every rank what the others have, and have groups that an engine failed on generated again:
-        until nothing is missing, nobody is left, or a rank failed otherwise. Collective over all ranks.
+        """Share what every rank has, and regenerate the groups that an engine failed on, until nothing is
+        missing, no replica is left, or a rank failed otherwise. Collective over all ranks.
         """
         completed = CompletedRollouts(outcome)
         while True:
@@ -282,7 +283,7 @@ class RolloutGenerator:
 
     @staticmethod
     def _raise_alike(completed: CompletedRollouts) -> None:
-        """Raise on all ranks what one was told or has failed with."""
+        """Raise, on all ranks, the stop or the failure of any rank."""
         if completed.is_given_up:  # before all failures: an engine may have been sent the same signal
             raise StopRequested
         if completed.failures:

@@ -37,7 +37,7 @@ class ScoredCompletions:
     failure: EngineFailure | None = None  # why the engine stopped before the share was complete
 
     def joined(self, later: "ScoredCompletions") -> "ScoredCompletions":
-        """Return this share with what came later, and the later one's failure."""
+        """Return this share joined with a later one, whose failure stays."""
         return ScoredCompletions(
             {**self.completions, **later.completions},
             {**self.rewards, **later.rewards},
@@ -67,7 +67,7 @@ class ShareMetadata:
 @exchangeable
 @dataclass(frozen=True)
 class ShareFailure:
-    """A share that failed otherwise than by its engine."""
+    """A share that failed for another reason than its engine."""
 
     message: str
     by_user: bool  # a mistake of the user's, told in plain lines
@@ -91,8 +91,8 @@ class CompletedRollouts:
 
     outcome: ScoredCompletions | BaseException  # what this rank has
     records: dict[SampleKey, CompletionRecord] = field(default_factory=dict)  # what all ranks have
-    missing: list[int] = field(default_factory=list)  # groups that nobody was left for
-    failures: dict[int, ShareFailure] = field(default_factory=dict)  # by rank; others than of an engine
+    missing: list[int] = field(default_factory=list)  # groups that no replica was left for
+    failures: dict[int, ShareFailure] = field(default_factory=dict)  # by rank; failures that no engine caused
     is_given_up: bool = False
     generation_seconds: float = 0.0
     scoring_wait_seconds: float = 0.0

@@ -53,7 +53,7 @@ class RolloutPipeline:
             num_steps: of the run: nothing is generated after the last.
             seed: of the sampling.
             allowed_changes: `run.allow_config_changes`, for a run that goes on with other prompts.
-            note: told where it does.
+            note: called with a line where it does.
         """
         self.rollout, self.algorithm, self.num_steps, self.seed = rollout, algorithm, num_steps, seed
         self.generator, self.sampler = generator, sampler
@@ -225,7 +225,9 @@ class RolloutPipeline:
 
 
 def _describe(request: RolloutRequest) -> dict[str, Any]:
-    """Return what decides, beside prompts and weights, what is generated; as it comes back from JSON."""
+    """Return all that decides what is generated, beside prompts and weights, in the types that come back from
+    JSON.
+    """
     sampling = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in asdict(request.sampling).items()

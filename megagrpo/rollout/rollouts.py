@@ -45,7 +45,7 @@ class StepRollouts:
     local: Mapping[SampleKey, Completion] = field(repr=False)  # those that this rank generated
     completions_per_prompt: int = 0
     generation_seconds: float = 0.0  # the slowest rank's
-    scoring_wait_seconds: float = 0.0  # how long the rank waited that waited longest for its last score
+    scoring_wait_seconds: float = 0.0  # the longest wait of any rank for its last score
 
     def matrix(
         self, values: Mapping[SampleKey, float], fill: float = 0.0, dtype: torch.dtype = torch.float64

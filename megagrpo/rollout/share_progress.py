@@ -1,4 +1,4 @@
-"""Counts how far this rank's share of a rollout has come, for who watches."""
+"""Counts how far this rank's share of a rollout has come."""
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future

@@ -1,7 +1,7 @@
 """A notice board of the ranks beside the collectives: it works while the main threads hang in one.
 
 It lives in the store of the launcher, which outlives every rank. Each start of the ranks has keys of its own,
-so that restarted ranks meet nothing of the ranks before them.
+so that restarted ranks read nothing that the ranks before them posted.
 """
 
 import os
@@ -17,20 +17,20 @@ STORE_TIMEOUT = timedelta(seconds=300)
 
 
 class Board:
-    """First failure, positions, process ids. All calls are quick, and safe from the watching thread: the
-    connection is its own.
+    """First failure, positions, process ids. All calls are quick, and safe in the watching thread: the board
+    has a connection of its own.
     """
 
     def __init__(self, store: dist.Store, rank: int):
         self._store, self.rank = store, rank
 
     def claim(self, failure: Failure) -> bool:
-        """Put this failure up as the first one; say whether it is."""
+        """Post this failure as the first one; return whether it is."""
         text = failure.to_json()
         return self._store.compare_set("first_failure", "", text) == text.encode()
 
     def first_failure(self) -> Failure | None:
-        """Return the failure that was put up first, if there is one."""
+        """Return the failure that was posted first, if there is one."""
         return (
             Failure.from_json(self._store.get("first_failure").decode())
             if self._store.check(["first_failure"])
@@ -60,16 +60,16 @@ class Board:
         return host, int(pid)
 
     def sign_out(self) -> None:
-        """Say that this rank leaves in good order."""
+        """Note that this rank leaves without a failure."""
         self._store.set(left_key(self.rank), "1")
 
     def has_left(self, rank: int) -> bool:
-        """Say whether a rank left in good order."""
+        """Return whether a rank left without a failure."""
         return self._store.check([left_key(rank)])
 
     def agree_on_stop(self, reason: str | None) -> str | None:
-        """Put up why this rank was asked to stop, where it was; return why the first of all ranks was,
-        None where none was.
+        """Post why this rank was asked to stop, if it was. Return the reason that was posted first by any
+        rank; None: there is none.
         """
         if reason is not None:
             self._store.compare_set("stop", "", reason)

@@ -4,5 +4,5 @@ PREFIX = "supervision/attempt"  # _N is added: the number of the start
 
 
 def left_key(rank: int) -> str:
-    """Return the key that a rank sets when it leaves in good order."""
+    """Return the key that a rank sets when it leaves without a failure."""
     return f"left/{rank}"

@@ -55,12 +55,12 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """Return the code that the rank leaves with that met it."""
+        """Return the exit code of the rank that met it."""
         return exit_codes.USER_ERROR if self.kind == "user" else exit_codes.FAILED
 
     @property
     def peer_exit_code(self) -> int:
-        """Return the code that the other ranks leave with."""
+        """Return the exit code of the other ranks."""
         return exit_codes.USER_ERROR if self.kind == "user" else exit_codes.PEER_FAILED
 
     def tell(self) -> str:
@@ -89,7 +89,7 @@ class Failure:
 
 
 def build_failure(error: BaseException, rank: int, phase: str, step: int | None) -> Failure:
-    """Return the failure that an exception of this rank stands for."""
+    """Build the failure that an exception of this rank is."""
     if isinstance(error, UserError):
         return Failure(rank, phase, step, redact(str(error)), kind="user")
     if isinstance(error, RelayedError) and error.__cause__ is not None:
@@ -101,15 +101,15 @@ def build_failure(error: BaseException, rank: int, phase: str, step: int | None)
 
 
 def _is_foreign(error: BaseException) -> bool:
-    """Say whether what an exception began with is what another program did."""
+    """Return whether another program caused an exception."""
     while error.__cause__ is not None:
         error = error.__cause__
     return isinstance(error, ForeignError)
 
 
 def is_echo(error: BaseException) -> bool:
-    """Say whether an exception is but the sound of another rank's failure: relayed, or a collective or the
-    store that lost its peer.
+    """Return whether an exception only echoes another rank's failure: it was relayed, or a collective or the
+    store lost its peer.
     """
     if isinstance(error, RelayedError):
         return error.__cause__ is None

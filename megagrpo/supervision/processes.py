@@ -13,7 +13,7 @@ from megagrpo.supervision.board import Board
 from megagrpo.supervision.failure import say
 from megagrpo.supervision.orphaned_files import close_ledgers
 
-_END_SECONDS = 2.0  # that killed children may take to be gone
+_END_SECONDS = 2.0  # the longest wait for killed children to be gone
 
 
 class Siblings:
@@ -31,7 +31,7 @@ class Siblings:
         self._processes: dict[int, psutil.Process | None] = {}
 
     def dead(self) -> list[int]:
-        """Return the ranks whose process is gone though they did not leave in good order."""
+        """Return the ranks whose process is gone though they did not say that they leave."""
         self._look_up()
         return [
             rank

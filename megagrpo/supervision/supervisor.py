@@ -29,10 +29,10 @@ from megagrpo.supervision.watchdog import PhaseBudgets
 
 BETWEEN = "between phases"
 POLL_SECONDS = 0.5
-LEAVE_SECONDS = 5.0  # what a rank has to unwind by itself after a peer has failed
-STACK_SECONDS = 5.0  # what all ranks have to write their stacks
-CAUSE_SECONDS = 10.0  # what a rank whose collective broke waits for the peer that knows why
-# over the budget: a main thread that holds the interpreter's lock is ended by faulthandler's own timer
+LEAVE_SECONDS = 5.0  # how long a rank may take to unwind after a peer has failed
+STACK_SECONDS = 5.0  # how long all ranks may take to write their stacks
+CAUSE_SECONDS = 10.0  # how long a rank whose collective broke waits for the peer that knows why
+# faulthandler's own timer ends a main thread that holds the interpreter's lock so long after its budget
 BACKSTOP_SECONDS = 60.0
 
 
@@ -44,10 +44,10 @@ class Supervisor:
 
     def __init__(self, run_dir: Path, watchdog: WatchdogConfig, rank: int = 0, world_size: int = 1):
         self.run_dir, self.rank, self.world_size = run_dir, rank, world_size
-        self.step: int | None = None  # that runs now
-        # asked to save and leave, this rank or another: the signal's name, or why
+        self.step: int | None = None  # the step that runs now
+        # why this rank or another was asked to save and leave, e.g. the signal's name
         self.stop_reason: str | None = None
-        # called again and again from then on, by the watching thread
+        # the watching thread calls it again and again once a stop was asked for
         self._while_stopping: Callable[[], None] = self._leave_before_training
         self._before_leaving: Callable[[], None] = lambda: None
         self.budgets = PhaseBudgets(watchdog)
@@ -168,7 +168,7 @@ class Supervisor:
         return first.peer_exit_code
 
     def _wait_for_cause(self, board: Board) -> None:
-        """Give the rank that met the cause the time to say so, or to be found dead."""
+        """Wait until the rank that met the cause says so, or is found dead."""
         deadline = time.monotonic() + CAUSE_SECONDS
         while time.monotonic() < deadline and board.first_failure() is None:
             self._look_for_the_dead(board)
@@ -191,7 +191,7 @@ class Supervisor:
                 self._while_stopping()
 
     def _look_for_the_launcher(self) -> None:
-        """Without its launcher the run is nobody's any more, and the store is gone: save and stop."""
+        """Save and stop where the launcher has ended: the store is gone with it."""
         if self._board is not None and "RANK" in os.environ and os.getppid() != self._parent:
             self._leave_the_launcher()
 
@@ -276,8 +276,8 @@ class Supervisor:
             self._leave_stalled(board, failure)
 
     def _leave_stalled(self, board: Board, failure: Failure) -> None:
-        """Write this rank's stacks and leave; the rank that put the stall up waits for the others' stacks
-        and tells.
+        """Write this rank's stacks and leave; the rank that posted the stall waits for the others' stacks and
+        reports it.
         """
         dump_stacks(self.run_dir / "stacks", self.rank)
         board.confirm_stacks()

@@ -14,7 +14,7 @@ class PhaseBudgets:
     """The budget of each phase: `factor` times the median of its recent durations, within [floor_seconds,
     limit_seconds].
 
-    A phase that has not been through once has all of `limit_seconds`: its first run may compile, load and
+    A phase that has not ended once yet has all of `limit_seconds`: its first run may compile, load and
     warm up.
     """
 

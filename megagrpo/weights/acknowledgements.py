@@ -1,4 +1,4 @@
-"""What engines say that they hold, compared with what was planned."""
+"""Compares the parameters that engines hold with those that were planned."""
 
 
 def describe_difference(expected: dict[tuple[int, str], str], kept: list[dict[str, str]] | str) -> str | None:

@@ -118,9 +118,8 @@ class WeightExporter:
         return buckets
 
     def _names_of_all_owners(self, row: StageParameter) -> list[tuple[str, ...]]:
-        """Return, for each HF tensor of a parameter, its names on all ranks that own such a one.
-
-        One name, or one for each expert parallel rank.
+        """Return the names of each HF tensor of a parameter on all ranks that own it: one name, or one for
+        each expert parallel rank.
         """
         per_rank = self.model.experts_per_rank
         experts: Iterable[int | None] = [None]

@@ -52,7 +52,7 @@ TRANSPORTS: dict[str, type[Transport]] = {
 PROBE_MAX_GAP = {"fp32": 1e-3}
 PROBE_MAX_GAP_ROUNDED = 0.25
 
-# a first engine rank's for the trainer, the others' for it (twice as long), and some time to load
+# one wait of the first engine rank for the trainer, two of the other engine ranks for the first, one to load
 GROUP_WAITS_IN_A_REQUEST = 4
 
 
@@ -119,7 +119,8 @@ def build_transport(
     folder: Path | None = None,
     quantize: bool = False,
 ) -> Transport:
-    """Plan a model's way to the engines and return what carries it out. Collective over all ranks.
+    """Plan how a model's tensors reach the engines, and return the transport that carries the plan out.
+    Collective over all ranks.
 
     Args:
         name: in TRANSPORTS.
@@ -163,7 +164,7 @@ def build_publisher(
     max_new_tokens: int,
     counts: Counts = count_nothing,
 ) -> Publisher:
-    """Return what brings the actor's weights to this rank's engine. Collective over all ranks.
+    """Build the publisher of this rank's engine. Collective over all ranks.
 
     Args:
         prompts: of the run, the same on all ranks: engine and actor are compared on some of them.
@@ -191,7 +192,7 @@ def build_publisher(
     def transport(grid: EngineGrid) -> Transport:
         folder = Path(getattr(weights.transport, "folder", None) or run_dir / "weights")
         timeout = float(timeout_seconds)
-        # an engine must answer that nothing came before its own silence is taken for its end
+        # an engine that waits for slices in vain must answer before its silence counts as its death
         if name == "group":
             timeout = min(timeout, engine_config.server.request_timeout_seconds / GROUP_WAITS_IN_A_REQUEST)
         return build_transport(

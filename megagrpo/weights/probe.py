@@ -1,7 +1,7 @@
 """Compares engine and trainer on prompts of the run before a published version serves: wrong weights that no
 checksum sees change log-probs.
 
-(An engine may compute with a packed or converted copy of what was acknowledged, and forget to make it anew.)
+(An engine may compute with a packed or converted copy of what was acknowledged, and forget to rebuild it.)
 Each replica samples a completion of each prompt, the actor scores all of them teacher-forced, and the
 log-probs must agree in the mean of each replica: the largest of many rounding errors grows with their number,
 and a router of experts that flips on one token is no error. A replica whose mean is too large is asked once

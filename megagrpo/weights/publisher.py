@@ -1,5 +1,5 @@
-"""What every way of publishing shares: the contract, its statistics, and how ranks agree that all of them
-are well.
+"""What every way of publishing shares: the contract, its statistics, and how ranks agree that a step
+succeeded on all of them.
 """
 
 from abc import ABC, abstractmethod

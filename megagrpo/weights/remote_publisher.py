@@ -33,7 +33,7 @@ class RemotePublisher(Publisher):
         engine: this rank's view of its replica.
         replica: its number.
         transport: how weights get there.
-        select: makes the selection, what of them is sent, of a transport's plan.
+        select: builds the selection (what of the weights is sent) for a transport's plan.
         sharded: the same in layout `sharded`, where `transport` is `full`: taken from the second publish on
             if the first one shows that it would bring the engine's loader's result, bit for bit.
         requires_sharded: raise where it would not; else `full` stays, with a note and a count.
@@ -87,8 +87,8 @@ class RemotePublisher(Publisher):
         )
 
     def _try_sharded(self, version: int, chosen: list[int]) -> list[str]:
-        """Compare the slices that layout `sharded` would send with what the engines' loaders made of the
-        full tensors; take it if equal.
+        """Compare the slices that layout `sharded` would send with the parameters that the engines' loaders
+        made of the full tensors; switch to `sharded` if they are equal.
         """
         assert self._sharded is not None
         candidate = self._sharded
@@ -166,8 +166,8 @@ class RemotePublisher(Publisher):
         return self._sum_up(version, len(chosen), acknowledged, stages, probed)
 
     def _owners_first(self, step: Callable[[int], None], version: int, takes_part: bool, what: str) -> None:
-        """Take a step on owners, then on followers, which must not believe in what did not happen.
-        Collective.
+        """Take a step on owners first, then on followers: a follower must not record a step that its owner
+        failed at. Collective.
         """
         for is_owner in (True, False):
             takes_it = takes_part and self.engine.is_owner == is_owner

@@ -83,7 +83,7 @@ class BucketManifest:
     location: dict[str, Any]  # where the bytes are, as the transport says; JSON only
     layout: str
     tensors: tuple[TensorEntry, ...]
-    base: int | None = None  # the version that what is not sent is left as it is in; None: all is sent
+    base: int | None = None  # the engine holds this version, and keeps what is not sent; None: all is sent
 
     def to_json(self) -> str:
         """Return the manifest as one line of JSON."""
@@ -298,8 +298,8 @@ def build_ack(manifest: BucketManifest, rank: int = 0) -> dict[str, Any]:
     """Return what engine rank `rank` answers when it has loaded, and so checked, all its tensors of a
     bucket.
 
-    Copies on an accelerator have only been queued by then. They are waited for: with the answer the trainer
-    may fill the bucket's memory anew.
+    Copies on an accelerator have only been queued by then. They are waited for: after the answer the trainer
+        may overwrite the bucket's memory.
     """
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""Which version an engine rank holds, so that changes are laid over no other one."""
+"""Tracks which version an engine rank holds, so that changes are applied to that version alone."""
 
 from megagrpo.wire.bucket_manifest import BucketError, BucketManifest
 
@@ -8,11 +8,11 @@ class HeldVersion:
 
     def __init__(self) -> None:
         self._committed: int | None = None
-        # the version of which buckets have come; what is committed is not whole any more
+        # the version whose buckets have come: the committed one is no longer whole
         self._loading: int | None = None
 
     def check(self, manifest: BucketManifest) -> None:
-        """Raise BucketError if a bucket holds changes to another version than the one that is here."""
+        """Raise BucketError if a bucket holds changes to another version than the one held."""
         if manifest.base is None or manifest.version == self._loading:
             return
         if self._loading is not None or manifest.base != self._committed:
@@ -31,5 +31,5 @@ class HeldVersion:
         self._loading = version
 
     def commit(self, version: int) -> None:
-        """Note that all of a version is here."""
+        """Note that a whole version is held."""
         self._committed, self._loading = version, None

@@ -130,8 +130,7 @@ class TransferGroup:
         )
 
     def receive(self, manifest: BucketManifest) -> torch.Tensor:
-        """Return the memory of this engine rank's part of a bucket, uint8 [bytes], as the slices that come
-        make it.
+        """Receive the slices of this engine rank's part of a bucket; return its memory, uint8 [bytes].
 
         Under `sharded` all of it comes from the trainer. Under `full` the first engine rank receives, and the
         others have it from there: a tensor crosses from trainer to engine once.

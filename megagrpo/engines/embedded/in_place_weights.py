@@ -1,4 +1,4 @@
-"""Weight updates of a model in this process, which is overwritten in place."""
+"""Updates the weights of a model in this process, in place."""
 
 from collections.abc import Iterable, Mapping
 

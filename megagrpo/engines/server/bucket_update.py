@@ -67,9 +67,7 @@ class BucketUpdate:
         self._lifecycle.serve(version)
 
     def abort(self) -> None:
-        """Give the open update up. A follower can't know how far the owner came, so it is stale from then
-        on.
-        """
+        """Abort the open update. A follower can't know how far the owner came, so it is stale then."""
         if not self._lifecycle.is_open:
             return
         if not self._is_owner:

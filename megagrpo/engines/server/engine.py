@@ -25,9 +25,8 @@ class ServerEngine(BucketEngine):
     then continue under the new version, which their completions' `weight_versions` say token by token; if
     the update fails, they are aborted.
 
-    A server that gave its weights up to sleep takes memory for them when it wakes, and memory for keys and
-    values once a whole version has come: the two and the update's buckets are never there beside a trainer
-    that still holds its own.
+    A server that dropped its weights to sleep takes memory for them when it wakes, and memory for keys and
+    values once a whole version has come, so that neither is held beside a trainer that still holds its own.
 
     A server that dies or falls silent makes the engine "dead": it refuses everything until `restart()`.
 
@@ -156,7 +155,7 @@ class ServerEngine(BucketEngine):
             self.server.close()
 
     def restart(self, address: str | None = None) -> None:
-        """Restart a dead server, or find one that was not started here again; it is empty then, and serves
+        """Restart a dead server, or reconnect to one that was not started here; it is empty then, and serves
         nothing until a whole update is committed.
 
         A follower only takes note of it.
@@ -171,7 +170,7 @@ class ServerEngine(BucketEngine):
         """
         if self._lifecycle.is_closed:
             raise EngineError("the rollout engine is closed")
-        self.forget_weights()  # before the server is taken for found: another thread may ask
+        self.forget_weights()  # before the server counts as recovered: another thread may ask
         self.transfer_group, self._is_cache_asleep = None, False
         if self.is_owner:
             self.server.restart()

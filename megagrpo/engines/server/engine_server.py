@@ -15,12 +15,12 @@ from megagrpo.engines.server.server_process import ServerProcess
 from megagrpo.errors import UserError
 
 _PORT_TRIES = 3
-_RETURN_SECONDS = 10.0  # that a lost server which was not started here has to answer again
+_RETURN_SECONDS = 10.0  # how long a lost server that was not started here has to answer again
 _POLL_SECONDS = 0.25
 
 
 class EngineServer:
-    """The way to a server. One that can't be reached is taken for lost, whether or not its process runs."""
+    """The way to a server. A server that can't be reached counts as lost, whether or not its process runs."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class EngineServer:
         self.find(self._process.address)
 
     def find(self, address: str | None = None) -> None:
-        """Take note that the server is there again, at `address`; None: where it was."""
+        """Note that the server has recovered, at `address`; None: where it was."""
         if address not in (None, self.url):
             self._client.close()
             self._client = self._connect(address)

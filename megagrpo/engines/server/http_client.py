@@ -17,7 +17,7 @@ from megagrpo.engines.base import EngineError
 ANSWER_BYTES = 64 * 2**20
 """Largest answer to a call that says nothing else: descriptions of all parameters of a large model fit."""
 NOT_SENT = object()
-"""In the place of an answer: an abort kept the call back."""
+"""Stands for the answer to a call that an abort kept back."""
 
 
 class Call(NamedTuple):
@@ -35,7 +35,7 @@ _SETTLE_SECONDS = 1.0  # a connection breaks a moment before the process can be 
 # vLLM answers 500 once a worker is lost, and was seen to end more than a second later on busy cores
 _ENDING_SECONDS = 10.0
 _SERVER_ERROR = 500
-_SIGNS_IN_A_TIMEOUT = 8  # signs of life that are asked for in the longest silence that is allowed
+_SIGNS_IN_A_TIMEOUT = 8  # how many signs of life are asked for within one time-out
 # time-outs without an answer that signs of life excuse: an hour at the default. A server that somebody else
 # has paused, or that has lost a request, gives signs for ever
 _EXCUSED_TIMEOUTS = 12
@@ -225,7 +225,7 @@ class EngineClient:
         return f"{self.address}{call.path}" + (f" ({call.about})" if call.about else "")
 
     def _is_final(self, error: httpx.HTTPError) -> bool:
-        """Say whether it is of no use to make a call again: the server has ended, or is silent."""
+        """Return whether a repeated call is pointless: the server has ended, or is silent."""
         return isinstance(error, httpx.TimeoutException) or self._describe_end() is not None
 
     def _unreachable(self, call: Call, error: httpx.HTTPError) -> EngineUnreachable:

@@ -22,7 +22,7 @@ PostRequest = tuple[str, Any]
 
 
 class Part(Enum):
-    """What of a sleeping server's memory is taken again."""
+    """The part of a sleeping server's memory that is allocated again."""
 
     ALL = "all"
     WEIGHTS = "weights"
@@ -121,11 +121,11 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     def sleep(self) -> None:
-        """Give the accelerator's memory back."""
+        """Free the accelerator's memory."""
 
     @abstractmethod
     def wake(self, part: Part) -> None:
-        """Take memory again; `part` sleeps."""
+        """Allocate the memory of `part`, which sleeps, again."""
 
     def _read(self, kind: TypeAdapter[Answer], answer: Any) -> Answer:
         try:

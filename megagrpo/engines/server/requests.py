@@ -14,7 +14,7 @@ from megagrpo.engines.server.http_client import NOT_SENT, Call
 from megagrpo.engines.server.protocol import ServerProtocol
 from megagrpo.types import Completion, Prompt, SamplingParams
 
-_ANSWER_BYTES = 2**20  # what an answer may hold beside its tokens
+_ANSWER_BYTES = 2**20  # bytes of an answer beside its tokens
 
 
 class CompletionRequests:
@@ -23,7 +23,7 @@ class CompletionRequests:
     Args:
         lifecycle: tells the newest version that a completion can be of.
         version: of the weights that serve, or are to be verified.
-        name_request: makes a request's id of a unique name.
+        name_request: turns a unique name into a request's id.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CompletionRequests:
         """Do what `Engine.generate` says.
 
         Args:
-            is_aborted: asked again and again; from when it says so on, what is not finished ends as "abort".
+            is_aborted: polled; once it returns true, unfinished completions end as "abort".
         """
         model, config = self._model, self._model.config
         check_request(prompts, sampling, completion_indices, model.vocab_size, model.context_tokens)

@@ -3,8 +3,8 @@ in the tensors' place, and `/init_weights_update_group` and `/update_weights_fro
 through a process group with the trainer's ranks.
 
 The bytes lie where the manifest says; each scheduler reads its own part of them, so nothing is pickled and
-nothing is copied but into the parameters. What is wrong with a bucket is found on any rank before a weight is
-touched on any. SGLang lets an exception in this endpoint end the whole server; from here none escapes.
+nothing is copied but into the parameters. All ranks check a bucket before any rank touches a weight. SGLang
+lets an exception in this endpoint end the whole server; from here none escapes.
 """
 
 import json
@@ -85,8 +85,8 @@ def leave_group() -> None:
 
 
 def receive_bucket(manifest: BucketManifest) -> torch.Tensor:
-    """Receive this rank's part of a bucket; after an error the group is left: what is still on its way
-    would be taken for the next one.
+    """Receive this rank's part of a bucket; after an error the group is left: the rest of it, still in
+    flight, would be read as the next one.
     """
     if _joined is None:
         raise BucketError(f"bucket of version {manifest.version}: this engine rank has joined no group")

@@ -1,12 +1,11 @@
-"""Mends what stands between vLLM 0.32 and our models on a CPU. Imported in vLLM's workers before a model is
-built.
+"""Fixes that let vLLM 0.32 run our models on a CPU. Imported in vLLM's workers before a model is built.
 
 Packed weights. In float32 vLLM computes with copies of the weights that are packed for oneDNN. A linear layer
 gives its parameter up for its copy, so there is nothing left to load new weights into. And vLLM's own reload
 leaves out the copy of an output layer that is tied to the embedding: it computes with the old weights from
-then on, without any error. Here the parameters stay, and `pack_weights` makes every copy anew. (Without
-packed copies a decode step of SmolLM2 costs 1.4 times as much.) Experts are packed in their own parameters:
-new weights would be read in an order that they are not in. They too get packed copies here, beside parameters
+then on, without any error. Here the parameters stay, and `pack_weights` rebuilds every copy. (Without packed
+copies a decode step of SmolLM2 costs 1.4 times as much.) Experts are packed in their own parameters: new
+weights would be read in an order that they are not in. They too get packed copies here, beside parameters
 that stay as they are.
 
 Head sizes. vLLM's CPU kernels know a few sizes of attention heads, the smallest is 32; tiny models have
@@ -45,7 +44,7 @@ def apply_fixes() -> None:
 
 
 def pack_weights(model: torch.nn.Module) -> None:
-    """Bring every packed copy up to its parameter."""
+    """Rebuild every packed copy from its parameter."""
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             _pack_layer(module, remove_weight=False)

@@ -1,5 +1,5 @@
-"""Loads a quantised model layer by layer, by vLLM's own reload: its kernels may have laid the parameters out
-anew when it started.
+"""Loads a quantised model layer by layer, by vLLM's own reload: its kernels may have changed the layout of
+the parameters when it started.
 
 Each layer gets parameters as checkpoints have them, is loaded, and then laid out as at the start. What comes
 for a layer is kept until the layer is complete, so it is copied: the sender's memory is its own again once a
@@ -27,8 +27,8 @@ class LayerwiseReload:
         return self._worker.model_runner.get_model()
 
     def takes(self, version: int, names: set[str]) -> bool:
-        """Say whether tensors belong to this update; what comes again, or is of another version, is
-        another attempt's.
+        """Return whether tensors belong to this update: tensors that come again, or are of another version,
+        belong to another attempt.
         """
         return version == self.version and not names & self._names
 

@@ -4,7 +4,7 @@ Registered in vLLM's workers.
 `/init_weight_transfer_engine` joins the group, `/start_weight_update` and `/finish_weight_update` enclose an
 update, and each `/update_weights` receives a bucket. Those routes answer nothing of what happened in the
 workers, and an exception in one of several would leave the others' answers to be taken for those of the next
-call. So nothing is raised here: what came, or what is wrong, is kept until `worker.WeightReceiver` is asked
+call. So nothing is raised here: the bucket, or the error, is kept until `weight_receiver.WeightReceiver` asks
 for it.
 """
 
@@ -64,7 +64,7 @@ class GroupReceiver(WeightTransferEngine[GroupAddress, BucketInfo]):
             self._received = manifest, self.group.receive(manifest)
         except Exception as error:  # what a worker raises ends the server
             self._error = error
-            self.shutdown()  # what of the bucket is still on its way would be taken for the next one
+            self.shutdown()  # the rest of the bucket, still in flight, would be read as the next one
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Do nothing: `update_weights` is replaced whole, with its wait for an accelerator."""
@@ -79,7 +79,7 @@ class GroupReceiver(WeightTransferEngine[GroupAddress, BucketInfo]):
         self.group = None
 
     def take(self) -> tuple[BucketManifest, torch.Tensor]:
-        """Give away what was received last. Raises what went wrong with it."""
+        """Return the bucket that was received last, and forget it. Raises the error of its receipt."""
         self.raise_error()
         if self._received is None:
             raise BucketError("no bucket was received")
@@ -87,7 +87,7 @@ class GroupReceiver(WeightTransferEngine[GroupAddress, BucketInfo]):
         return received
 
     def raise_error(self) -> None:
-        """Raise what went wrong last, if anything did."""
+        """Raise the last error, if there was one."""
         if self._error is not None:
             raise self._error
 

@@ -201,7 +201,7 @@ class PublishPlan:
         """
         per_replica = sum(piece.elements for piece in pieces)
         total, count = per_replica * self.grid.replicas, holders.count
-        start, stop = index * total, (index + 1) * total  # in 1 / count elements
+        start, stop = index * total, (index + 1) * total  # counted in parts of an element, 1 / count each
         replicas = (
             range(start // (per_replica * count), -(-stop // (per_replica * count)))
             if per_replica

@@ -28,16 +28,16 @@ class SourceTensor:
     kind: str  # the kind of its rule
     shape: tuple[int, ...]
     stage: int
-    # the dimension cut in equal slices over (expert) tensor parallel ranks; None: each holds all
+    # the dimension that (expert) tensor parallel ranks split in equal slices; None: each rank holds all
     split: int | None
     split_size: int = 0  # length of that dimension, vocabulary padding included
     is_expert: bool = False
-    # in which the tensor travels: a torch dtype without its prefix; None: that of the publish
+    # the torch dtype, without its prefix, in which the tensor is sent; None: that of the publish
     dtype: str | None = None
     engine: str = ""  # the engine's parameter that the unit is fused into; empty: `name`
-    place: int = 0  # among the unit's tensors, as they lie in it
-    is_quantized: bool = False  # for engines that are
-    is_whole_in_engine: bool = False  # however it is split here
+    place: int = 0  # the tensor's place among the unit's tensors
+    is_quantized: bool = False  # sent as float8 to engines that are quantised
+    is_whole_in_engine: bool = False  # engine ranks never split it
 
     def hf_name(self, expert: int = 0) -> str:
         """Return the HF tensor's name, of a stacked one that of one expert."""

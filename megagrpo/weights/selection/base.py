@@ -67,12 +67,12 @@ class SelectedBucket:
     sends: Sequence[Transfer]  # this rank's slices; none where blocks are sent
     planned_bytes: int  # all slices of the bucket that this rank has for the replicas
     nbytes: int  # what is sent of them
-    base: int | None = None  # the version that what is not sent is left as it is in; None: all is sent
+    base: int | None = None  # the engine holds this version, and keeps what is not sent; None: all is sent
     left_out: frozenset[int] = frozenset()  # positions of parameters that are not sent; of layout `full`
     blocks: SelectedBlocks | None = None
 
     def without_blocks(self) -> "SelectedBucket":
-        """Return the same without this rank's blocks, which take memory: for when they are where they go."""
+        """Return the same without this rank's blocks, once they are written: they take memory."""
         return self if self.blocks is None else replace(self, blocks=replace(self.blocks, blocks=()))
 
     def keep(self, transfers: Iterable[Transfer]) -> list[Transfer]:
@@ -82,7 +82,7 @@ class SelectedBucket:
         return [transfer for transfer in transfers if transfer.target not in self.left_out]
 
     def describe(self, entry: TensorEntry, position: int, place: Place) -> TensorEntry:
-        """Return the entry of a parameter, as it is when all of it is sent, as what is sent of it.
+        """Turn a parameter's entry for all of it into the entry for what is sent of it.
 
         Args:
             position: of the parameter, in its destination's list.
@@ -108,8 +108,8 @@ class Selection(ABC):
 
     @property
     def base_version(self) -> int | None:
-        """The version from which engines can be brought to the next one by what changed alone; None: by no
-        version.
+        """The version that engines must hold for changes alone to bring them to the next one; None: no
+        version is enough.
         """
         return None
 
@@ -127,10 +127,10 @@ class Selection(ABC):
         """Return what is sent of a bucket. Collective over all ranks."""
 
     def commit(self, version: int) -> None:  # noqa: B027 (most remember nothing)
-        """All replicas of this publish hold `version`."""
+        """Note that all replicas of this publish hold `version`."""
 
     def abort(self) -> None:  # noqa: B027
-        """The publish failed: nobody knows what the engines hold."""
+        """Note that the publish failed: nobody knows what the engines hold."""
 
     def _sends(self, bucket: int) -> list[Transfer]:
         """Return the slices that this rank has of a bucket, for the replicas of this publish."""

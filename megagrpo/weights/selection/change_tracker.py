@@ -37,7 +37,8 @@ class ChangeTracker:
 
     def __init__(self, context: PublishContext):
         self.context, self.reader = context, context.reader
-        self.version: int | None = None  # that all slices were published as; None: none were, or not all
+        # the version in which all slices were last published; None: there is none
+        self.version: int | None = None
         self._published: dict[tuple[str, Box], list[torch.Tensor]] = {}
         self._pending: dict[tuple[str, Box], list[torch.Tensor]] = {}
 
@@ -51,16 +52,16 @@ class ChangeTracker:
             ]
 
     def commit(self, version: int) -> None:
-        """All that was noted is published."""
+        """Take all that was noted for published."""
         self._published |= self._pending
         self._pending, self.version = {}, version
 
     def abort(self) -> None:
-        """Forget what was noted, and that engines may build on it."""
+        """Forget what was noted: the next publish sends everything."""
         self._pending, self.version = {}, None
 
     def is_changed(self, transfer: Transfer) -> bool:
-        """Say whether a transfer's slices differ from those of `version`. Notes them too."""
+        """Return whether a transfer's slices differ from those of `version`, and note the slices."""
         self.note(transfer)
         key = transfer.source, transfer.box
         bits = _BITS[self._pending[key][0].dtype.itemsize]
@@ -70,8 +71,8 @@ class ChangeTracker:
         )
 
     def changes(self, transfer: Transfer, grid: tuple[int, ...]) -> list[Change]:
-        """Return what differs of a transfer's slices from those of `version`; `grid`: of the target. Notes
-        them too.
+        """Return the blocks of a transfer's slices that differ from `version`, and note the slices. `grid`:
+        the target's.
         """
         self.note(transfer)
         key = transfer.source, transfer.box

@@ -1,5 +1,5 @@
-"""The contract of a transport: how what a selection chose of a bucket gets to where an engine's ranks can
-read it.
+"""The contract of a transport: it brings the selected part of a bucket to memory that an engine's ranks can
+read.
 
 A transport has room for two buckets (slots) and uses them in turn: while the engine loads one bucket the next
 is written. What is sent is a selection's (`weights/selection`).
@@ -32,7 +32,8 @@ class TransportStats:
 class Transport(ABC):
     """Brings a bucket together, for every replica at once.
 
-    Calls of a publish, by every rank, each checked by all before the next: `open`, `attach`, `connect`, then
+    Every rank makes these calls in a publish, and all ranks agree on each before the next: `open`, `attach`,
+        `connect`, then
     per bucket `write`, `checksums`, `deliver` (checked by `wait_delivered` after the next `write`) and
     `manifest`; `committed`; `close` also after an error.
     """
@@ -78,7 +79,7 @@ class Transport(ABC):
 
     def checksums(self, slot: int) -> dict[tuple[int, int], str]:
         """Return {(replica, number in the layout): checksum} of what is sent of each parameter of a complete
-        slot; every one is in some rank's answer once.
+        slot; each parameter is in the answer of exactly one rank.
         """
         bucket = self._written[slot]
         if bucket.blocks is None:
@@ -123,7 +124,7 @@ class Transport(ABC):
         return self._hand_out(described, slot, replica) if is_owner else described
 
     def committed(self, version: int) -> None:  # noqa: B027 (most remember nothing)
-        """All replicas of this publish hold `version`."""
+        """Note that all replicas of this publish hold `version`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -145,11 +146,11 @@ class Transport(ABC):
 
     @abstractmethod
     def _location(self, slot: int, replica: int) -> dict[str, Any]:
-        """Return where a slot is, for the manifest. The owner's call."""
+        """Return where a slot is, for the manifest. The owner calls it."""
 
     def _hand_out(self, described: BucketManifest, slot: int, replica: int) -> BucketManifest:
-        """Make what a manifest's location names, where it is not there yet; return the manifest as it goes
-        to the engine. The owner's call.
+        """Make the file or memory that a manifest's location names, unless it is there; return the manifest
+        that the engine gets. The owner calls it.
         """
         return described
 

@@ -2,8 +2,8 @@
 process group of both.
 
 For engines on any machine: no memory or folder is shared. A group (group_membership.py) stays from publish to
-publish; one in which anything failed is left by all, and made anew for the next one, as is that of an engine
-that was started anew.
+    publish. All members leave a group in which anything failed, and the group of an engine that was
+    restarted; the next publish makes a new one.
 
 No rank ever has a whole parameter: each computes the shares of its slices in the parameters' checksums
 (partial_checksums.py) when it writes a bucket, and reads them once more when it sends them, one message at a
@@ -44,15 +44,15 @@ class GroupTransport(Transport):
     def __init__(self, context: PublishContext):
         super().__init__(context)
         self._groups = GroupMembership(context)
-        self._is_whole = False  # the last publish was committed: the groups are
+        self._is_whole = False  # the last publish was committed, so the groups can serve the next one
         # (replica, number in the layout) -> shares of all ranks, of one bucket
         self._shares: dict[tuple[int, int], list[int]] = {}
         self._largest_piece = 0
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
         self._sending: Future[None] | None = None
-        self._has_ended = False  # for good: its thread is gone
-        # One for each bucket on its way: what it made of a bucket when that was written is needed again when
-        # it is sent.
+        self._has_ended = False  # no further publish: the sending thread has ended
+        # One reader for each bucket in flight: it prepares a bucket when the bucket is written, and needs the
+        # result again when the bucket is sent.
         self._readers = [
             type(context.reader)(context.reader.model, context.plan, context.rank) for _ in range(SLOTS)
         ]
@@ -76,11 +76,11 @@ class GroupTransport(Transport):
         self._is_whole = True
 
     def close(self) -> None:
-        """Leave the groups, but after a publish that was committed; called once more, leave them then too."""
+        """Leave the groups, unless the publish was committed: then only a second call leaves them."""
         if self._is_whole:
             self._is_whole = False
             return
-        if not self._has_ended:  # what was being sent has ended, at the latest with its time-out
+        if not self._has_ended:  # the send that was under way has ended, at the latest by its time-out
             self._sender.submit(lambda: None).result()
         self._sending = None
         for reader in self._readers:

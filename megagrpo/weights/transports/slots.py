@@ -1,4 +1,4 @@
-"""What transports share whose buckets lie in memory: slots, where every parameter has its place."""
+"""The part that all transports with buckets in memory share: slots, where every parameter has its place."""
 
 from abc import abstractmethod
 from collections.abc import Sequence

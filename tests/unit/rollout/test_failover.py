@@ -139,7 +139,7 @@ def test_a_replica_that_fails_three_times_in_a_row_is_lost():
     states.take([None, failure, None], served=[])
     assert states.lost == {0: "timed out"} and states.is_any_left
     assert [len(groups) for groups in states.deal([1.0] * 4)] == [0, 0, 4]
-    states.find(0)
+    states.recover(0)
     assert [len(groups) for groups in states.deal([1.0] * 4)] == [1, 1, 2]
 
 
@@ -182,7 +182,7 @@ def test_what_nobody_is_left_for_is_generated_after_the_publish_that_brings_an_e
             True,
             1,
         )
-        generator.replicas.find(0)
+        generator.replicas.recover(0)
     results = ranks.run(lambda rank: generators[rank].finish(settled[rank]))
     assert tokens(results) == whole
     assert {record.weight_version for record in results[0].records.values()} == {0, 1}
@@ -195,7 +195,7 @@ def test_a_failure_from_before_a_replica_was_found_again_is_no_news():
     states = ReplicaStates([0])
     old = EngineFailure("killed by SIGKILL", is_ready=False, life=states.life(0))
     states.lost[0] = "killed by SIGKILL"
-    states.find(0)
+    states.recover(0)
     assert states.take([old], served=[]) == 0.0 and states.lost == {}
     states.take([EngineFailure("killed again", is_ready=False, life=states.life(0))], served=[])
     assert states.lost == {0: "killed again"}
@@ -213,7 +213,7 @@ def test_groups_are_generated_again_once_a_lost_engine_is_back(ranks, build):
         def revive(rank=rank, generator=generator):
             revived.append(rank)
             generator.engine.before, generator.engine.ready = lambda prompt: None, True
-            generator.replicas.find(0)
+            generator.replicas.recover(0)
             return True
 
         generator.revive = revive
