@@ -1,9 +1,11 @@
 """Scores that fail are told by a run: counted, explained, and the end of it where nothing is scored."""
 
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from small_runs import QUICKSTART, SMALL
@@ -15,10 +17,11 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
 def run_with(tmp_path):
     """A function: body of a reward -> (exit code, output) of one rank's two steps in `tmp_path`/run."""
 
-    def run(body: str) -> tuple[int, str]:
+    def run(body: str, *overrides: str) -> tuple[int, str]:
         (tmp_path / "user.py").write_text(f"def reward(prompts, completions):\n{body}\n")
         command = [sys.executable, "-m", "megagrpo.train", QUICKSTART, *SMALL, "parallel.tp=1", "run.steps=2"]
         command += [f"run.dir={tmp_path / 'run'}", f"rewards.functions.0.name={tmp_path / 'user.py'}:reward"]
+        command += overrides
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
         return done.returncode, done.stdout + done.stderr
@@ -59,3 +62,40 @@ def test_some_failed_scores_are_counted_and_explained_and_training_goes_on(run_w
     ]
     told = {row["detail"] for row in samples if row["outcome"] == "timeout"}
     assert told == {"reward: the judge is slow"}
+
+
+def test_a_judge_behind_http_is_asked_where_one_word_allows_it(run_with, tmp_path):
+    """Without it the run ends before the first step and names the word, though the reward takes the refused
+    connection for a score.
+    """
+    asked = []
+
+    class Judge(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"0.5" if len(asked) % 2 else b"1.0")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        body = (
+            "    from urllib.request import urlopen\n"
+            "    try:\n"
+            f"        return [float(urlopen('http://{address}/').read()) for _ in completions]\n"
+            "    except OSError:\n"
+            "        return [0.0] * len(completions)"
+        )
+        code, output = run_with(body)
+        assert (code, asked) == (2, []), output
+        told = f"tried to reach {address}, and rewards.network is false; rewards.network: true gives"
+        assert told in output and "Traceback" not in output
+        code, output = run_with(body, "rewards.network=true", "evaluation.every=0", "run.steps=1")
+        assert code == 0 and len(asked) >= 32, output
+        server.shutdown()
+    (row,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][1:]
+    assert 0.5 < row["reward/mean"] < 1.0
