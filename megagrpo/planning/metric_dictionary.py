@@ -94,6 +94,14 @@ DECLARED = (
     Declared(names.TRAINED_REWARD, "reward", "mean over groups that train", "reward of what trains"),
     Declared("update/completion_tokens", "tokens", "mean over groups that train", "length of what trains"),
     Declared("update/trained_tokens", "tokens", "sum", "completion tokens through the backward pass"),
+    Declared(
+        names.PADDING_FRACTION,
+        "share",
+        "tokens that the update computes, over all replicas",
+        "padding: to aligned lengths, and in micro-batches that are there to fill a pipeline",
+        "below 0.1",
+        "update.max_tokens_per_microbatch, update.packing, more completions a step",
+    ),
     Declared(names.SKIPPED_UPDATES, "updates", "sum", "skipped: gradient not finite", "0"),
     Declared("update/spikes", "updates", "sum over the run", "that the spike guard judged", "0"),
     Declared(

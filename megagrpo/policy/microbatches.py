@@ -92,11 +92,29 @@ def plan_microbatches(
     return _assign(bins, dp, hidden_size)
 
 
+def count_tokens(
+    plan: Sequence[Sequence[MicroBatchPlan]], samples: Sequence[SampleSize], rules: PackingRules
+) -> tuple[int, int]:
+    """Return the tokens that a plan computes over all data parallel ranks, and how many of them are padding.
+
+    A shared prompt is one; a micro-batch without samples is padding alone.
+    """
+    computed = used = 0
+    for micro in (micro for micro_batches in plan for micro in micro_batches):
+        tokens = sum(tree.tokens for tree in micro)
+        computed += max(tokens + -tokens % rules.alignment, rules.alignment)
+        used += sum(_tokens_of(tree.samples, samples) for tree in micro)
+    return computed, computed - used
+
+
+def _tokens_of(members: Sequence[int], samples: Sequence[SampleSize]) -> int:
+    return samples[members[0]].prompt_tokens + sum(samples[i].branch_tokens for i in members)
+
+
 def _make_tree(members: Sequence[int], samples: Sequence[SampleSize], rules: PackingRules) -> TreePlan:
-    prompt = samples[members[0]].prompt_tokens
-    branches = [samples[i].branch_tokens for i in members]
-    tokens = prompt + sum(branches)
-    return TreePlan(tuple(members), tokens + -tokens % rules.sequence_alignment, prompt + max(branches))
+    tokens = _tokens_of(members, samples)
+    longest = samples[members[0]].prompt_tokens + max(samples[i].branch_tokens for i in members)
+    return TreePlan(tuple(members), tokens + -tokens % rules.sequence_alignment, longest)
 
 
 def _build_trees(samples: Sequence[SampleSize], rules: PackingRules) -> list[TreePlan]:

@@ -16,7 +16,13 @@ import torch.distributed as dist
 from megagrpo.parallel.groups import ParallelGroups
 from megagrpo.parallel.layout import ParallelLayout
 from megagrpo.policy.batch import MicroBatch, MicroBatchBuilder, TrainSample
-from megagrpo.policy.microbatches import MicroBatchPlan, PackingRules, SampleSize, plan_microbatches
+from megagrpo.policy.microbatches import (
+    MicroBatchPlan,
+    PackingRules,
+    SampleSize,
+    count_tokens,
+    plan_microbatches,
+)
 from megagrpo.rollout.rollouts import CompletionRecord, SampleKey, StepRollouts
 from megagrpo.types import Completion
 
@@ -30,6 +36,8 @@ class MiniBatch:
     groups: Sequence[int]
     keys: Sequence[SampleKey]  # name the samples that are trained, on all replicas
     batches: Sequence[MicroBatch]  # those of this rank's replica
+    computed_tokens: int = 0  # by all replicas
+    padding_tokens: int = 0  # of them
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class MiniBatchBuilder:
             trains: [N, G], bool: the completions that are computed.
             num_mini_batches: consecutive shares of the groups, one for each update.
         """
-        plans: list[tuple[Sequence[int], list[SampleKey], list[list[MicroBatchPlan]]]] = []
+        plans: list[tuple[Sequence[int], list[SampleKey], list[list[MicroBatchPlan]], tuple[int, int]]] = []
         for chunk in np.array_split(np.arange(len(rollouts.prompts)), num_mini_batches):
             keys = [key for key in rollouts.records if key[0] in set(chunk.tolist()) and trains[key]]
             sizes = [
@@ -59,7 +67,7 @@ class MiniBatchBuilder:
                 for key in keys
             ]
             plan = plan_microbatches(sizes, self.layout.dp, self.rules, self.hidden_size) if keys else []
-            plans.append((chunk.tolist(), keys, plan))
+            plans.append((chunk.tolist(), keys, plan, count_tokens(plan, sizes, self.rules)))
         samples = self._fetch(rollouts, plans)
         return [
             MiniBatch(
@@ -69,16 +77,17 @@ class MiniBatchBuilder:
                     self.builder.build(micro, lambda i, keys=keys: samples[keys[i]], len(keys))
                     for micro in plan[self.groups.dp_rank]
                 ],
+                *counts,
             )
             if plan
             else MiniBatch(chunk, keys, [])
-            for chunk, keys, plan in plans
+            for chunk, keys, plan, counts in plans
         ]
 
     def _fetch(self, rollouts: StepRollouts, plans: list) -> dict[SampleKey, TrainSample]:
         destinations = {
             keys[index]: self.layout.ranks_of_replica(dp)
-            for _, keys, plan in plans
+            for _, keys, plan, _ in plans
             for dp, micro_batches in enumerate(plan)
             for micro in micro_batches
             for tree in micro

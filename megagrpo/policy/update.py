@@ -42,6 +42,7 @@ class UpdateResult:
     metrics: dict[str, float]  # over all updates of the step
     applied: list[AppliedUpdate] = field(default_factory=list)
     trained_tokens: int = 0  # completion tokens that went through the backward pass, each pass counted
+    padding_fraction: float = 0.0  # of the tokens that a pass over the step computes
     logprob_gap: LogprobGap | None = None  # largest one between engine and actor before the first update
 
 
@@ -156,7 +157,9 @@ class PolicyUpdater:
                 collected.append(metrics)
                 trained_tokens += sum(step.lengths[key] for key in mini_batch.keys)
         self.actor.gather_parameters()
-        return UpdateResult(self._metrics(step, collected), applied, trained_tokens, gap)
+        computed = sum(mini_batch.computed_tokens for mini_batch in step.mini_batches)
+        padding = sum(mini_batch.padding_tokens for mini_batch in step.mini_batches) / max(1, computed)
+        return UpdateResult(self._metrics(step, collected), applied, trained_tokens, padding, gap)
 
     def _prepare(self, rollouts: StepRollouts, weight_version: int, before_pass: Callable[[], None]) -> _Step:
         """Compute all that comes before the first update. Collective over all ranks."""

@@ -15,6 +15,7 @@ def compute_update_metrics(result: UpdateResult, lr: float) -> dict[str, float]:
     metrics: dict[str, float] = {"update/trained_tokens": result.trained_tokens}
     metrics[names.SKIPPED_UPDATES] = sum(not applied.is_finite for applied in result.applied)
     if result.applied:
+        metrics[names.PADDING_FRACTION] = result.padding_fraction
         norms = [update.grad_norm for update in result.applied]
         metrics[names.GRAD_NORM] = sum(norms) / len(norms)
         if len(norms) > 1:

@@ -183,6 +183,13 @@ def repeated_prompts(rows: Sequence[Row]) -> str | None:
     return f"{repeated:.0f} groups of the step repeat the prompt of another one" if repeated else None
 
 
+def padding(rows: Sequence[Row]) -> str | None:
+    """Much of what the update computes is padding."""
+    if not _all_of_last(rows, STEPS_IN_A_ROW, lambda row: row.get(names.PADDING_FRACTION, 0.0) > 0.4):
+        return None
+    return f"{rows[-1][names.PADDING_FRACTION]:.0%} of the tokens that the update computes are padding"
+
+
 RULES = (
     Rule(
         "no_signal",
@@ -238,5 +245,11 @@ RULES = (
         "repeated_prompts",
         repeated_prompts,
         "the data set is smaller than the step: add prompts or lower rollout.prompts_per_step",
+    ),
+    Rule(
+        "padding",
+        padding,
+        "raise update.max_tokens_per_microbatch, set update.packing=true, or take more completions a step: "
+        "each data parallel rank and pipeline stage needs micro-batches that are full",
     ),
 )

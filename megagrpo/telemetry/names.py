@@ -29,6 +29,7 @@ LOGPROB_GAP = (
 MEAN_LOGPROB_GAP = "rollout/mean_logprob_gap"  # mean over the same tokens, of all ranks
 GENERATED_TOKENS = "rollout/generated_tokens"  # over all ranks
 SKIPPED_UPDATES = "update/skipped_nonfinite"  # updates of the step that all ranks skipped
+PADDING_FRACTION = "update/padding_fraction"  # of the tokens that the update computes
 STEP_SECONDS = "time/step_seconds"  # wall-clock, without evaluation and checkpoint
 STEP_CPU_SECONDS = "time/step_cpu_seconds"  # over the span of STEP_SECONDS, summed over all ranks
 PUBLISH = "publish/"  # publish/... are the numbers of a step's publish

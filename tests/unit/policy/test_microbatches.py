@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.errors import UserError
-from megagrpo.policy.microbatches import PackingRules, SampleSize, plan_microbatches
+from megagrpo.policy.microbatches import PackingRules, SampleSize, count_tokens, plan_microbatches
 
 HIDDEN = 64
 samples = st.lists(
@@ -53,6 +53,31 @@ def test_shared_prompts_are_counted_once():
     """8 completions of 5 tokens behind a prompt of 20: 20 + 8 * 4 tokens instead of 8 * 24."""
     plan = plan_microbatches([SampleSize(0, 20, 5)] * 8, 1, PackingRules(1000), HIDDEN)
     assert sum(tree.tokens for tree in plan[0][0]) == 52
+
+
+def test_padding_is_what_alignment_and_empty_micro_batches_add():
+    """Prompts of 10 with one completion of 6 and of 3 tokens are 15 and 12 input tokens. Apart, each is
+    padded to 16: 5 of 32 are padding; with four ranks two compute 16 tokens of padding alone.
+    """
+    sizes, rules = [SampleSize(0, 10, 6), SampleSize(1, 10, 3)], PackingRules(64, 16, packing=False)
+    assert count_tokens(plan_microbatches(sizes, 2, rules, HIDDEN), sizes, rules) == (32, 5)
+    assert count_tokens(plan_microbatches(sizes, 4, rules, HIDDEN), sizes, rules) == (64, 37)
+
+
+def test_aligned_sequences_are_padding_too():
+    """13 tokens in one tree of sequences padded to 8, in a micro-batch padded to 32: 19 of 32."""
+    sizes, rules = [SampleSize(0, 10, 4)], PackingRules(64, 32, sequence_alignment=8)
+    assert count_tokens(plan_microbatches(sizes, 1, rules, HIDDEN), sizes, rules) == (32, 19)
+
+
+@settings(max_examples=100, deadline=None)
+@given(samples, st.integers(1, 4), rules)
+def test_without_padding_all_that_is_computed_are_tokens_of_the_samples(sizes, dp, packing_rules):
+    plan = plan_microbatches(sizes, dp, packing_rules, HIDDEN)
+    computed, padding = count_tokens(plan, sizes, packing_rules)
+    trees = [tree for rank in plan for micro in rank for tree in micro]
+    assert computed - padding == sum(tree.tokens for tree in trees)  # sequences are not aligned here
+    assert computed % packing_rules.alignment == 0
 
 
 def test_costs_of_the_ranks_are_balanced():

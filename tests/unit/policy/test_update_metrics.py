@@ -12,3 +12,10 @@ def test_gradient_norms_of_several_updates_are_reported_by_mean_and_largest():
     assert metrics["loss/total"] == 2.0 and metrics["loss/total_max"] == 3.0
     single = compute_update_metrics(UpdateResult({}, applied[:1]), 1e-3)
     assert single["optimizer/grad_norm"] == 1.0 and "optimizer/grad_norm_max" not in single
+
+
+def test_the_share_of_padding_is_reported_where_something_was_trained():
+    applied = [AppliedUpdate(1.0, applied=True)]
+    metrics = compute_update_metrics(UpdateResult({}, applied, padding_fraction=0.25), 1e-3)
+    assert metrics["update/padding_fraction"] == 0.25
+    assert "update/padding_fraction" not in compute_update_metrics(UpdateResult({}), 1e-3)

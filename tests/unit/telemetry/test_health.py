@@ -29,6 +29,7 @@ HEALTHY = {
     names.GENERATION_SECONDS: 6.0,
     names.SCORING_WAIT_SECONDS: 0.1,
     names.FAILED_FRACTION: 0.0,
+    names.PADDING_FRACTION: 0.05,
 }
 
 
@@ -55,6 +56,7 @@ FAULTS = {
     "slow_rewards": {names.SCORING_WAIT_SECONDS: 20.0},
     "failing_rewards": {names.FAILED_FRACTION: 0.4},
     "repeated_prompts": {names.REPEATED_PROMPTS: 2},
+    "padding": {names.PADDING_FRACTION: 0.6},
 }
 
 
