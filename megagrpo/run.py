@@ -42,6 +42,7 @@ from megagrpo.telemetry.display import Display
 from megagrpo.telemetry.model_card import write_model_card
 from megagrpo.telemetry.recorder import NullRecorder, Recorder
 from megagrpo.telemetry.timers import PhaseTimers
+from megagrpo.telemetry.trace import StepTrace
 from megagrpo.trainer import Trainer
 from megagrpo.types import Prompt
 from megagrpo.weights.export import WeightExporter
@@ -65,16 +66,14 @@ def run_training(
     """
     clock, run_dir = RunClock(), Path(config.run.dir)
     supervisor = supervisor or Supervisor(run_dir, config.watchdog)
-    is_first = os.environ.get("RANK", "0") == "0"
+    rank = int(os.environ.get("RANK", "0"))
+    is_first = rank == 0
     activity = display.activity if display else Activity(config.run.steps)
     recorder = build_recorder(config, display or Display(activity)) if is_first else NullRecorder()
     if crowding := describe_crowding(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         recorder.note(crowding)
-    timers = PhaseTimers(
-        finish_queued_work,
-        on_enter=[supervisor.enter, activity.enter],
-        on_leave=[supervisor.leave, activity.leave],
-    )
+    trace = StepTrace(run_dir, config.telemetry.trace_step, rank, recorder.note)
+    timers = build_timers(supervisor, activity, trace)
 
     def stop_if_asked() -> None:
         if all_reduce_flag(supervisor.stop_reason is not None):
@@ -119,6 +118,7 @@ def run_training(
             engine_rests=partial(
                 _rest, session.generator.engine, session.offload, config.engine.sleep_while_training
             ),
+            trace=trace.step,
             export=build_export(config, session.publisher.exporter, is_first),
             max_roll_backs=config.spikes.max_roll_backs,
         ).run()
@@ -130,6 +130,15 @@ def run_training(
         raise
     finally:
         session.close()
+
+
+def build_timers(supervisor: Supervisor, activity: Activity, trace: StepTrace) -> PhaseTimers:
+    """Return the timers of the run's phases, which all that follows a run listens to."""
+    return PhaseTimers(
+        finish_queued_work,
+        on_enter=[supervisor.enter, activity.enter, trace.enter],
+        on_leave=[trace.leave, supervisor.leave, activity.leave],
+    )
 
 
 def build_recorder(config: Config, display: Display) -> Recorder:

@@ -45,6 +45,7 @@ class Trainer:
     stop_if_asked: Callable[[], None]  # raises StopRequested where any rank was asked to; collective
     clock: RunClock
     engine_rests: Callable[[], AbstractContextManager[None]]  # entered while the policy is updated
+    trace: Callable[[int], AbstractContextManager[None]]  # entered for each step, with its number
     export: Callable[[], None]  # writes the final weights; collective over all ranks
     max_roll_backs: int  # the run ends at one more
     state: TrainerState = field(init=False, default_factory=TrainerState)
@@ -62,7 +63,8 @@ class Trainer:
             while self.state.step < self.num_steps:
                 self.stop_if_asked()
                 try:
-                    self._step()
+                    with self.trace(self.state.step + 1):
+                        self._step()
                 except RollBack as cause:
                     self._roll_back(cause)
             with self.timers.phase("finish"):

@@ -87,6 +87,9 @@ class TelemetryConfig(Section):
     completions_count: PositiveInt = Field(
         32, description="completions written each time, rounded up to whole groups"
     )
+    trace_step: NonNegativeInt = Field(
+        0, description="step that torch's profiler traces on every rank, into DIR/trace; 0 = none"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "TelemetryConfig":

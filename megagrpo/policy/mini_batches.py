@@ -36,8 +36,8 @@ class MiniBatch:
     groups: Sequence[int]
     keys: Sequence[SampleKey]  # name the samples that are trained, on all replicas
     batches: Sequence[MicroBatch]  # those of this rank's replica
-    computed_tokens: int = 0  # by all replicas
-    padding_tokens: int = 0  # of them
+    computed_tokens: int = 0  # all replicas together, padding included
+    padding_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class UpdateResult:
     metrics: dict[str, float]  # over all updates of the step
     applied: list[AppliedUpdate] = field(default_factory=list)
     trained_tokens: int = 0  # completion tokens that went through the backward pass, each pass counted
-    padding_fraction: float = 0.0  # of the tokens that a pass over the step computes
+    padding_fraction: float = 0.0  # padding / all tokens that a pass over the step computes
     logprob_gap: LogprobGap | None = None  # largest one between engine and actor before the first update
 
 
