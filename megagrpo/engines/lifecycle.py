@@ -2,6 +2,7 @@
 every kind.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -167,11 +168,17 @@ class EngineLifecycle:
         self._move(Action.SERVE)
         self._rest, self.version, self._last_version = EngineState.SERVING, version, version
 
-    def serve_from_start(self) -> None:
-        """Note that the engine serves weights that it was built with, as version 0."""
+    def serve_from_start(self, is_any_version: bool = False) -> None:
+        """Note that the engine serves weights that it was built with, as version 0.
+
+        Args:
+            is_any_version: they may come labelled as any version: another process has published them.
+        """
         self.begin(0)
         self.complete(0)
         self.serve(0)
+        if is_any_version:
+            self.newest_version = sys.maxsize
 
     @property
     def is_closed(self) -> bool:

@@ -50,12 +50,14 @@ def build_rollout_engine(
     tokenizer: Any,
     device: torch.device,
     dtype: torch.dtype,
+    load_weights: bool = False,
 ) -> Engine:
     """Return this rank's engine: embedded, or its view of the replica that it shares with its neighbours.
     Collective over all ranks.
 
     Owners start their servers at the same time, with logs in `run_dir`/engines/NAME_REPLICA.log; the
     others learn the addresses. A server has room for `longest_sequence_tokens`, unless `config` says more.
+    With `load_weights` an engine serves from the start: the folder's weights, or what a given server holds.
 
     Raises:
         UserError: on all ranks alike: a server doesn't start, isn't there, has another model than the one
@@ -63,6 +65,8 @@ def build_rollout_engine(
     """
     factory = ENGINES.find(config.name)
     options = {"tokenizer": tokenizer, "device": device, "dtype": dtype}
+    if load_weights:
+        options["load_weights"] = True
     if factory.is_embedded:
         return factory(hf_folder, config, **options)
     config = _with_context(config, longest_sequence_tokens)

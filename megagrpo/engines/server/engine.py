@@ -44,7 +44,7 @@ class ServerEngine(BucketEngine):
         self._lifecycle = EngineLifecycle(find_loss=lambda: server.loss)
         self._update = self._new_update()
         if self.protocol.model.load_weights:
-            self._lifecycle.serve_from_start()
+            self._lifecycle.serve_from_start(is_any_version=server.pid is None)
 
     @property
     def address(self) -> str:

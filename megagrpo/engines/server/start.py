@@ -10,7 +10,6 @@ from megagrpo.config.engine_sections import ServerEngineConfig
 from megagrpo.engines.server.command import ServerCommand
 from megagrpo.engines.server.engine import ServerEngine
 from megagrpo.engines.server.engine_server import EngineServer
-from megagrpo.engines.server.http_client import split_credentials
 from megagrpo.engines.server.protocol import ServerProtocol
 from megagrpo.engines.server.served_model import ServedModel
 from megagrpo.engines.server.sglang_command import sglang_command
@@ -51,8 +50,8 @@ def start_server_engine(
         config: the `engine:` section.
         tokenizer: the folder's own if None; decodes completions and searches stop strings.
         device: what the server computes on, as its type says.
-        load_weights: the server reads the folder's weights and serves them as version 0; only where it is
-            started here.
+        load_weights: the server reads the folder's weights and serves them as version 0; one that is there
+            already is taken to serve what it holds, whatever it calls that.
         address: None: the one in `config.server.addresses`, or a server is started.
         is_owner: whether this process publishes to the server.
         log_file: of a server that is started; None: a temporary file.
@@ -62,11 +61,6 @@ def start_server_engine(
             can't be read.
     """
     address = address or _only(config.server.addresses)
-    if address and load_weights:
-        raise UserError(
-            f"engine.server.addresses: {split_credentials(address)[0]}: serves weights of its own; they "
-            "must be published to it"
-        )
     model = ServedModel.read(model_folder, config, tokenizer, device, dtype, load_weights)
     server = EngineServer(command_of(model), config, address, log_file)
     return ServerEngine(protocol(model, server), server, is_owner)
