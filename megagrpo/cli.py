@@ -10,6 +10,7 @@ import typer
 from megagrpo import __version__
 from megagrpo.checkpoint.convert_command import Direction
 from megagrpo.checkpoint.convert_command import convert as convert_checkpoint
+from megagrpo.cli_generate import evaluate, sample
 from megagrpo.config.dashed_overrides import refuse_dashed_overrides
 from megagrpo.config.run_sections import ExportDtype
 from megagrpo.errors import UserError
@@ -191,6 +192,10 @@ def _run(
         engines_are_local=engines_are_local,
         nodes=nodes,
     )
+
+
+app.command()(evaluate)
+app.command()(sample)
 
 
 @app.command()

@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
     from megagrpo.config.schema import Config
+    from megagrpo.supervision.supervisor import Supervisor
+    from megagrpo.telemetry.display import Display
 
 GRACE_SECONDS = 5.0
 
@@ -117,15 +119,29 @@ def _run(options: argparse.Namespace) -> None:
     make_run_folder(Path(config.run.dir))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         remove_orphans()
+    start_rank(config, _train)
+
+
+def _train(
+    config: "Config", rank_device: "torch.device", supervisor: "Supervisor", display: "Display | None"
+) -> None:
+    from megagrpo.run import run_training
+
+    run_training(config, rank_device, supervisor, display)
+
+
+def start_rank(
+    config: "Config", work: "Callable[[Config, torch.device, Supervisor, Display | None], None]"
+) -> None:
+    """Do this rank's part of `work`; whatever ends it early is told once for all ranks.
+
+    Args:
+        work: it imports what is heavy itself: the imports belong to what is watched.
+    """
     from megagrpo.device import device
 
     rank_device = device.setup()  # before anything imports megatron.core
 
-    _supervise(config, rank_device)
-
-
-def _supervise(config: "Config", rank_device: "torch.device") -> None:
-    """Run the training; whatever ends it early is told once for all ranks."""
     from megagrpo.supervision.board import open_board
     from megagrpo.supervision.processes import leave_now
     from megagrpo.supervision.supervisor import Supervisor
@@ -136,9 +152,7 @@ def _supervise(config: "Config", rank_device: "torch.device") -> None:
     supervisor = Supervisor(Path(config.run.dir), config.watchdog, rank(), world_size())
     try:
         supervisor.start(open_board())
-        from megagrpo.run import run_training  # the imports belong to what is watched
-
-        run_training(config, rank_device, supervisor, display)
+        work(config, rank_device, supervisor, display)
         supervisor.finish()
     except Exception as error:
         if display is not None:

@@ -14,6 +14,7 @@ from megagrpo.checkpoint.state import TrainerState
 from megagrpo.device import device
 from megagrpo.errors import SharedUserError, StopRequested
 from megagrpo.evaluation.evaluator import Evaluator
+from megagrpo.evaluation.results import describe_results
 from megagrpo.parallel.groups import all_gather_metadata
 from megagrpo.policy.guarded_update import GuardedUpdate
 from megagrpo.policy.spikes import RollBack
@@ -145,7 +146,13 @@ class Trainer:
             self.state.unrecorded = metrics
             with self.timers.phase("evaluate"):
                 keep = partial(self.recorder.held_out, self.state.step)
-                metrics = metrics | self.evaluator.run(keep)
+                outcomes = self.evaluator.run(keep)
+            for outcome in outcomes:
+                metrics = metrics | outcome.metrics()
+            if outcomes:
+                self.recorder.evaluation(
+                    self.state.step, partial(describe_results, outcomes, step=self.state.step)
+                )
             self.timers.take()
             self.state.unrecorded = None
         self.state.row = dict(metrics)

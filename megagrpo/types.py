@@ -22,6 +22,7 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)  # every other column of the row, e.g. the answer
+    source: str = ""  # name in data.mixture, else the row's column `source`
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,13 @@ class Reward:
     outcome: str = "ok"  # "ok", or what went wrong: "timeout", "crash", "error", "memory", "unreachable"
     detail: str = ""  # the message behind an outcome that is not "ok"
     subparts: Mapping[str, float] = field(default_factory=dict)  # REWARD/PART, for the log alone
+    # what the first reward that has an opinion read as the answer; "": it found none; None: it does not tell
+    answer: str | None = None
+
+    @property
+    def first(self) -> float:
+        """What the first reward that has an opinion says, unweighted; 0 where none has."""
+        return next((value for value in self.parts.values() if value is not None), 0.0)
 
 
 @dataclass(frozen=True)

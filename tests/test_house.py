@@ -20,9 +20,11 @@ from source_tree import PACKAGE, ROOT, circles, imports_of, modules, name_of, ro
 # no circle.
 LAYERS = (
     ("__main__",),
-    ("train", "cli"),
+    ("cli", "generate"),
+    ("train", "cli_generate"),
     ("run",),
-    ("trainer", "session"),
+    ("trainer", "session", "sampling"),
+    ("serving",),
     ("run_inputs",),
     ("checkpoint", "fleet", "planning"),
     ("weights", "evaluation"),
@@ -72,7 +74,18 @@ TAKE_THE_WHOLE = {
     "planning/memory_table.py memory_settings": "gives the plan of memory its sections",
     "telemetry/model_card.py write_model_card": "describes the run as a whole",
     "telemetry/model_card.py format_model_card": "describes the run as a whole",
-    "train.py _supervise": "the run, behind what watches it",
+    "train.py start_rank": "the run, behind what watches it",
+    "train.py _train": "hands it on",
+    "generate.py work": "hands it on",
+    "sampling.py open_sampler": "wiring",
+    "sampling.py evaluate": "wiring",
+    "sampling.py sample": "wiring",
+    "sampling.py _name_weights": "names what was evaluated, by three sections",
+    "serving.py build_rewards": "wiring",
+    "serving.py load_model": "wiring",
+    "serving.py build_batches": "wiring",
+    "serving.py build_generator": "wiring",
+    "serving.py connect_weights": "wiring",
     "run.py run_training": "the wiring of the loop",
     "run.py build_update": "wiring",
     "run.py build_checkpoints": "wiring",
@@ -83,7 +96,6 @@ TAKE_THE_WHOLE = {
     "session.py build_session": "the wiring of the parts",
     "session.py _build_models": "wiring",
     "session.py _build_updater": "wiring",
-    "session.py _build_engine": "wiring",
 }
 UPWARD: dict[tuple[str, str], str] = {}
 CIRCLES: dict[frozenset[str], str] = {}

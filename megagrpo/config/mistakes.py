@@ -207,17 +207,15 @@ def _walk(location: Location, root: type[BaseModel]) -> tuple[Location, type[Bas
 
 
 def _required_below(location: Location, parent: type[BaseModel]) -> Iterator[list[str]]:
-    """The required fields of a missing section; the missing value itself where it is no section."""
+    """The required fields of a missing section; the missing value itself where it is no section, or where the
+    section has none (one of several is needed).
+    """
     field = parent.model_fields.get(str(location[-1]))
     section = (
         section_of(field.annotation) if field is not None and get_origin(field.annotation) is None else None
     )
-    if section is None:
-        yield []
-        return
-    for name, inner in section.model_fields.items():
-        if inner.is_required():
-            yield [name]
+    fields = section.model_fields.items() if section is not None else ()
+    yield from [[name] for name, inner in fields if inner.is_required()] or [[]]
 
 
 def _literal_values(expected: str) -> list[str]:

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megagrpo.config.section import (
     FREE,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -14,12 +15,37 @@ from megagrpo.config.section import (
 )
 
 
+class MixtureSourceConfig(Section):
+    """One source of a mixture."""
+
+    name: str = Field(description="in metrics (source/NAME/...), and in rewards.functions.sources")
+    source: str = Field(description="as data.source")
+    weight: PositiveFloat | None = Field(
+        None, description="share of the prompts that are drawn; null for all: each prompt once an epoch"
+    )
+    max_new_tokens: PositiveInt | None = Field(
+        None, description="of its completions; null: rollout.max_new_tokens"
+    )
+    stop: tuple[str, ...] | None = Field(None, description="null: rollout.stop")
+
+
+class CurriculumConfig(Section):
+    """Visits to prompts that taught nothing the last time are passed over."""
+
+    skip_solved: Fraction = Field(
+        0.0, description="share of the visits to a prompt whose newest group was all right (equal, above 0)"
+    )
+    skip_unsolved: Fraction = Field(0.0, description="the same of all wrong (equal, 0 or below)")
+
+
 class DataConfig(Section):
-    """Training prompts."""
+    """Training prompts: `source`, or `mixture`."""
 
     source: str = Field(
-        description="JSONL file, or FILE.py:function / package.module:function that returns rows"
+        "", description="JSONL file, or FILE.py:function / package.module:function that returns rows"
     )
+    mixture: tuple[MixtureSourceConfig, ...] = Field((), description="several sources in place of one")
+    curriculum: CurriculumConfig = CurriculumConfig()
     prompt_field: str = Field("prompt", description="column with the prompt: a string, or chat messages")
     chat_template: bool = Field(
         False,
@@ -33,7 +59,30 @@ class DataConfig(Section):
         "error", description="what happens to prompts over max_prompt_tokens"
     )
     shuffle: bool = Field(True, description="a new order each epoch, a function of (seed, epoch) alone")
-    limit: PositiveInt | None = Field(None, description="use the first rows only")
+    limit: PositiveInt | None = Field(None, description="use the first rows only, of each source")
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataConfig":
+        if bool(self.source) == bool(self.mixture):
+            raise ValueError("source or mixture: one of the two must be set")
+        names = [each.name for each in self.mixture]
+        if len(set(names)) < len(names) or not all(names):
+            raise ValueError("mixture: every source needs a name of its own")
+        if len({each.weight is None for each in self.mixture}) > 1:
+            raise ValueError("mixture: all sources have a weight, or none has")
+        return self
+
+    @property
+    def parts(self) -> tuple[tuple[str, MixtureSourceConfig], ...]:
+        """Each source with the field that names it."""
+        if not self.mixture:
+            return (("data.source", MixtureSourceConfig(name="", source=self.source)),)
+        return tuple((f"data.mixture.{place}.source", each) for place, each in enumerate(self.mixture))
+
+    @property
+    def description(self) -> str:
+        """Name all sources."""
+        return ", ".join(each.source for _, each in self.parts)
 
 
 class LogprobGapConfig(Section):
@@ -93,6 +142,9 @@ class RewardConfig(Section):
 
     name: str = Field(description="registered reward, or FILE.py:function / package.module:function")
     weight: float = 1.0
+    sources: tuple[str, ...] = Field(
+        (), description="only prompts of these sources (data.mixture, or the rows' column `source`)"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="keyword options of the reward")
 
 
@@ -134,8 +186,13 @@ class EvaluationSetConfig(Section):
     limit: PositiveInt | None = None
     completions_per_prompt: PositiveInt = 1
     temperature: NonNegativeFloat = Field(1.0, description="0 is greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="nucleus; null: rollout.top_p, and none where it is greedy"
+    )
+    max_new_tokens: PositiveInt | None = Field(None, description="null: rollout.max_new_tokens")
     metrics: tuple[str, ...] = Field(
-        ("pass_at_k",), description="what is told beside the mean: registered metrics, or FILE.py:function"
+        ("pass_at_k", "maj_at_k"),
+        description="what is told beside the mean: registered metrics, or FILE.py:function",
     )
 
 

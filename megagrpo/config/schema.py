@@ -64,8 +64,13 @@ class Config(Section):
 
     @property
     def longest_sequence_tokens(self) -> int:
-        """Tokens of the longest prompt with the longest completion."""
-        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        """Tokens of the longest prompt with the longest completion, those of held-out sets too."""
+        new_tokens = [
+            self.rollout.max_new_tokens,
+            *(each.max_new_tokens or 0 for each in self.evaluation.sets),
+            *(each.max_new_tokens or 0 for each in self.data.mixture),
+        ]
+        return self.data.max_prompt_tokens + max(new_tokens)
 
     @property
     def total_updates(self) -> int:

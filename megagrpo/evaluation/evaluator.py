@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from megagrpo.config.rollout_sections import EvaluationSetConfig, RolloutConfig
 from megagrpo.evaluation.evaluate import Keep, evaluate_set, keep_nothing
+from megagrpo.evaluation.outcomes import SetOutcome
 from megagrpo.rollout.generation import RolloutGenerator
 from megagrpo.types import Prompt
 
@@ -34,9 +35,9 @@ class Evaluator:
         """Say whether the sets are evaluated after `step`."""
         return step == self._num_steps or bool(self._every and step % self._every == 0)
 
-    def run(self, keep: Keep = keep_nothing) -> dict[str, float]:
-        """Return the metrics of all sets. Collective over all ranks. `keep`: see `evaluate_set`."""
-        metrics: dict[str, float] = {}
-        for config, prompts in self._sets:
-            metrics |= evaluate_set(self._generator, config, prompts, self._rollout, self._seed, keep)
-        return metrics
+    def run(self, keep: Keep = keep_nothing) -> list[SetOutcome]:
+        """Return what all sets came to. Collective over all ranks. `keep`: see `evaluate_set`."""
+        return [
+            evaluate_set(self._generator, config, prompts, self._rollout, self._seed, keep)
+            for config, prompts in self._sets
+        ]

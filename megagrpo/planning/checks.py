@@ -10,7 +10,11 @@ from megagrpo.config.engine_sections import EngineConfig
 from megagrpo.config.expert_fields import count_experts
 from megagrpo.config.hardware import Hardware, detect_hardware
 from megagrpo.config.mistakes import field_places
-from megagrpo.config.rollout_sections import DataConfig, EvaluationConfig, RolloutConfig
+from megagrpo.config.rollout_sections import (
+    DataConfig,
+    EvaluationConfig,
+    RolloutConfig,
+)
 from megagrpo.config.run_sections import CheckpointConfig, RunConfig
 from megagrpo.config.schema import Config
 from megagrpo.config.training_sections import OptimizerConfig, ParallelConfig, SpikesConfig, UpdateConfig
@@ -20,6 +24,7 @@ from megagrpo.parallel.layout import build_layout
 from megagrpo.planning.engine_checks import check_engine
 from megagrpo.planning.file_checks import check_files, read_hf_config
 from megagrpo.planning.hardware_checks import check_hardware, check_memory
+from megagrpo.planning.source_checks import check_sources
 
 
 def verify_config(config: Config, world_size: int, hardware: Hardware | None = None) -> dict[str, Any]:
@@ -59,6 +64,7 @@ def check_config(
         *_check_sampling(rollout, config.algorithm, engine, config.has_narrowed_logprobs, known),
         *_check_algorithm(config.algorithm, rollout),
         *_check_warmup(config.optimizer, config.run, update, config.total_updates),
+        *check_sources(data, config.rewards),
         *_check_evaluation(evaluation),
         *_check_spikes(config.spikes, config.checkpoint),
         *_check_checkpoint(config.checkpoint, evaluation),

@@ -21,7 +21,12 @@ def verify_data(config: Config) -> None:
         ConfigError: all mistakes, one line each.
     """
     data, rewards = config.data, config.rewards
-    problems = [*_check_set("data.source", data.source, data, rewards, config.rollout.prompts_per_step)]
+    wanted = 1 if data.mixture else config.rollout.prompts_per_step
+    problems = [
+        problem
+        for place, part in data.parts
+        for problem in _check_set(place, part.source, data, rewards, wanted, part.name)
+    ]
     for position, held_out in enumerate(config.evaluation.sets):
         place = f"evaluation.sets.{position}.source"
         problems += _check_set(place, held_out.source, data, rewards, num_prompts=1)
@@ -30,13 +35,13 @@ def verify_data(config: Config) -> None:
 
 
 def _check_set(
-    place: str, source: str, data: DataConfig, rewards: RewardsConfig, num_prompts: int
+    place: str, source: str, data: DataConfig, rewards: RewardsConfig, num_prompts: int, name: str = ""
 ) -> Iterator[str]:
     try:
         if DATA_SOURCES.is_own_code(source):
             find_source(source)
             return
-        limit = data.limit if place == "data.source" else None
+        limit = data.limit if place.startswith("data.") else None
         rows = list(islice(read_rows(place, source, limit), num_prompts))
     except UserError as error:
         text = str(error)
@@ -50,17 +55,18 @@ def _check_set(
             f"rollout.prompts_per_step: {num_prompts}: {source} has {len(rows)} rows, so a step would hold "
             "a prompt twice; take fewer, or add rows"
         )
-    yield from _check_columns(f"{place}: {source}", rows[0], data.prompt_field, rewards)
+    yield from _check_columns(f"{place}: {source}", rows[0], data.prompt_field, rewards, name)
 
 
 def _check_columns(
-    place: str, row: Mapping[str, Any], prompt_field: str, rewards: RewardsConfig
+    place: str, row: Mapping[str, Any], prompt_field: str, rewards: RewardsConfig, name: str
 ) -> Iterator[str]:
     columns = f"its columns: {', '.join(map(str, row)) or 'none'}"
     if prompt_field not in row:
         yield f"{place}: no column {prompt_field!r} (data.prompt_field); {columns}"
     for position, reward in enumerate(rewards.functions):
-        if reward.name not in REWARDS.names():
+        scores_it = not reward.sources or (name or row.get("source")) in reward.sources
+        if reward.name not in REWARDS.names() or not scores_it:
             continue
         parameter = inspect.signature(REWARDS.get(reward.name)).parameters.get("column")
         if parameter is None:

@@ -42,7 +42,8 @@ def check_files(
     """Yield one line for each file that is missing or cannot be what the field says."""
     yield from _check_model(model)
     yield from _check_tokenizer(model)
-    yield from _check_source("data.source", data.source)
+    for place, part in data.parts:
+        yield from _check_source(place, part.source)
     for position, held_out in enumerate(evaluation.sets):
         yield from _check_source(f"evaluation.sets.{position}.source", held_out.source)
     for position, reward in enumerate(rewards.functions):

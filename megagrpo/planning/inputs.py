@@ -74,8 +74,7 @@ def try_rewards(
     ids = np.asarray(tokenizer.encode(MADE_UP, add_special_tokens=False) or [0])
     logprobs = np.zeros(len(ids), np.float32)
     found = []
-    columns = {place: list(prompts[0].columns) for place, prompts in sets.items()}
-    with RewardPool(rewards.model_copy(update={"workers": 1}), columns) as pool:
+    with RewardPool(rewards.model_copy(update={"workers": 1}), sets) as pool:
         for place, prompts in sets.items():
             completion = Completion.sampled(prompts[0].id, 0, ids, logprobs, "stop", ((0, 0),), MADE_UP)
             (reward,) = pool.score([prompts[0]], [completion])

@@ -60,6 +60,11 @@ DECLARED = (
         names.SOLVED_GROUPS, "groups", "sum", "whose rewards are all the same and above 0", "grows slowly"
     ),
     Declared(names.REPEATED_PROMPTS, "groups", "sum", "of a prompt that another group has too", "0"),
+    Declared("source/*/groups", "groups", "sum", "of one source, where there are several"),
+    Declared("source/*/pass_rate", "share", "completions of one source", "worth 1 at least"),
+    Declared("source/*/completion_tokens", "tokens", "mean", "length of one source's completions"),
+    Declared("data/solved_prompts", "prompts", "count", "whose newest group was all right (curriculum)"),
+    Declared("data/unsolved_prompts", "prompts", "count", "whose newest group was all wrong (curriculum)"),
     Declared("rollout/dropped_groups", "groups", "sum", "without a signal, replaced by dynamic sampling"),
     Declared("rollout/refills", "rounds", "count", "extra rounds of generation", "0 to 2"),
     Declared(
@@ -144,7 +149,9 @@ DECLARED = (
     ),
     Declared("eval/*/completion_tokens", "tokens", "mean", "length of its completions"),
     Declared("eval/*/failed_fraction*", "share", "completions of the set", "that could not be scored", "0"),
-    Declared("eval/*/*", "1", "completions of the set", "a metric of evaluation.sets.metrics, as pass@k"),
+    Declared("eval/*/cut_by_length_fraction", "share", "completions of the set", "cut at the length limit"),
+    Declared("eval/*/source/*", "reward", "over prompts", "the mean of the rows with this column `source`"),
+    Declared("eval/*/*", "1", "completions of the set", "a metric of evaluation.sets.metrics: pass@k, maj@k"),
     Declared("policy/clip_fraction", "share", _TRAINED, "low + high + dual", "0 to 0.2 with several updates"),
     Declared(
         "policy/*_perplexity", "1", _TRAINED, "exp of the negative mean log-prob (rollout, old)", "equal"

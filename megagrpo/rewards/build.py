@@ -8,7 +8,7 @@ from typing import Protocol
 from megagrpo.errors import UserError
 from megagrpo.registry import is_code_place
 from megagrpo.rewards.custom import CustomReward
-from megagrpo.rewards.messages import RewardSpec, Score
+from megagrpo.rewards.messages import MAX_ANSWER_CHARACTERS, RewardSpec, Score
 from megagrpo.rewards.reward import REWARDS, ScoreFunction, build_registered
 from megagrpo.types import Completion, Prompt
 
@@ -56,14 +56,14 @@ class _RegisteredReward:
         self._name, self._score = name, score
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
-        values = [
-            float(self._score(prompt, completion))
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-        for value in values:
-            if not isfinite(value):
-                raise ValueError(f"returned {value}, not a finite number")
-        return [Score(value) for value in values]
+        return [self._judge(*pair) for pair in zip(prompts, completions, strict=True)]
+
+    def _judge(self, prompt: Prompt, completion: Completion) -> Score:
+        judge = getattr(self._score, "judge", None)
+        value, answer = judge(prompt, completion) if judge else (self._score(prompt, completion), None)
+        if not isfinite(value):
+            raise ValueError(f"returned {value}, not a finite number")
+        return Score(float(value), answer=None if answer is None else answer[:MAX_ANSWER_CHARACTERS])
 
     def check_columns(self, columns: Collection[str]) -> None:
         column = getattr(self._score, "column", None)

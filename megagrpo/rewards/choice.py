@@ -35,7 +35,11 @@ class ChoiceReward:
         self.column, self.options, self.reasoning = column, options, reasoning
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float:
-        """Return 1.0 or 0.0.
+        """Return 1.0 or 0.0; raises as `judge`."""
+        return self.judge(prompt, completion)[0]
+
+    def judge(self, prompt: Prompt, completion: Completion) -> tuple[float, str]:
+        """Return 1.0 or 0.0, and the letter that was chosen.
 
         Raises:
             UserError: the prompt has no such column.
@@ -43,7 +47,8 @@ class ChoiceReward:
         """
         texts = [] if self.options is None else read_column(prompt, self.options, "choice")
         gold = read_gold_option(read_column(prompt, self.column, "choice"), texts)
-        return float(find_choice(strip_reasoning(completion.text, self.reasoning), texts) == gold)
+        choice = find_choice(strip_reasoning(completion.text, self.reasoning), texts)
+        return float(choice == gold), choice or ""
 
 
 def read_gold_option(value: Any, texts: list[str]) -> str:

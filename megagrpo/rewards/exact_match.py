@@ -25,9 +25,15 @@ class ExactMatchReward:
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float:
         """Return 1.0 or 0.0; a prompt without the column raises UserError."""
+        return self.judge(prompt, completion)[0]
+
+    def judge(self, prompt: Prompt, completion: Completion) -> tuple[float, str]:
+        """Return 1.0 or 0.0, and the text that was compared."""
         expected = str(read_column(prompt, self.column, "exact_match")).strip()
         text = completion.text.strip()
         if self.compare != "text":
             lines = text.splitlines() or [""]
             text = lines[0 if self.compare == "first_line" else -1].strip()
-        return float(text.casefold() == expected.casefold() if self.ignore_case else text == expected)
+        if self.ignore_case:
+            text, expected = text.casefold(), expected.casefold()
+        return float(text == expected), text

@@ -16,7 +16,7 @@ from megagrpo.rewards.places import (
 )
 from megagrpo.rewards.reading import last_number, read_marked, read_statement, read_value
 from megagrpo.rewards.reward import REWARDS, check_choice, read_column
-from megagrpo.rewards.values import Value, is_same
+from megagrpo.rewards.values import Value, as_latex, is_same
 from megagrpo.types import Completion, Prompt
 
 EXTRACTS = ("auto", "boxed", "last_number")
@@ -70,7 +70,11 @@ class MathReward:
             self._equality.is_same_expression(r"\frac{1}{2}", text, self.tolerance)
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float:
-        """Return 1.0 or 0.0.
+        """Return 1.0 or 0.0; raises as `judge`."""
+        return self.judge(prompt, completion)[0]
+
+    def judge(self, prompt: Prompt, completion: Completion) -> tuple[float, str]:
+        """Return 1.0 or 0.0, and the answer in LaTeX: a right one as the gold answer is written.
 
         Raises:
             UserError: the prompt has no such column.
@@ -79,9 +83,11 @@ class MathReward:
         """
         gold = read_gold(read_column(prompt, self.column, "math"))
         answer = self.find_answer(completion.text)
-        return float(
-            answer is not None and is_same(gold, answer, self.tolerance, self._equality.is_same_expression)
-        )
+        if answer is None:
+            return 0.0, ""
+        if is_same(gold, answer, self.tolerance, self._equality.is_same_expression):
+            return 1.0, as_latex(gold)
+        return 0.0, as_latex(answer)
 
     def find_answer(self, text: str) -> Value | None:
         """Return what the text answers, or None where it does not."""

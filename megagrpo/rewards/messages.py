@@ -16,6 +16,7 @@ from megagrpo.errors import UserError
 from megagrpo.rewards import frames
 from megagrpo.types import Completion, Prompt, build_spans, describe_spans
 
+MAX_ANSWER_CHARACTERS = 200
 _STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}  # how pydantic reads the replies
 
 
@@ -25,6 +26,8 @@ class RewardSpec:
 
     name: str  # registered name, or FILE.py:function / package.module:function
     options: Mapping[str, Any] = field(default_factory=dict)
+    # columns of each data set that it is to score, by the field that names the set
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,6 @@ class Setup:
 
     rewards: tuple[RewardSpec, ...]
     search_path: tuple[str, ...]  # the pool's sys.path: a worker finds the modules that the pool finds
-    # columns of each data set that is to be scored, by the field that names it
-    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Score:
 
     value: float | None  # finite; None: it has no opinion
     parts: Mapping[str, float] = field(default_factory=dict)  # what the value is made of, where it tells
+    answer: str | None = None  # as in megagrpo.types.Reward, MAX_ANSWER_CHARACTERS at most
     __pydantic_config__ = _STRICT
 
 
@@ -112,7 +114,7 @@ def decode_setup(body: bytes) -> Setup:
     """Return what `encode_setup` was given."""
     fields = json.loads(body)
     rewards = tuple(RewardSpec(**spec) for spec in fields["rewards"])
-    return Setup(rewards, tuple(fields["search_path"]), fields["columns"])
+    return Setup(rewards, tuple(fields["search_path"]))
 
 
 def encode_request(request: Request) -> bytes:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from typing import cast
 
-from megagrpo.config.rollout_sections import RewardsConfig
+from megagrpo.config.rollout_sections import RewardConfig, RewardsConfig
 from megagrpo.rewards.build import is_custom
 from megagrpo.rewards.dispatch import Dispatcher
 from megagrpo.rewards.messages import Failed, Reply, Request, RewardSpec, Score, Scores, Setup
@@ -38,12 +38,13 @@ class RewardPool:
         ...     rewards = pool.score([prompt, prompt], completions)
     """
 
-    def __init__(self, config: RewardsConfig, columns: Mapping[str, Sequence[str]] | None = None):
+    def __init__(self, config: RewardsConfig, sets: Mapping[str, Sequence[Prompt]] | None = None):
         """Start the workers and wait until each has loaded and warmed up its rewards.
 
         Args:
             config: the rewards, their weights and limits.
-            columns: of each data set that is to be scored, by the field that names it; None: not checked.
+            sets: the prompts that are to be scored, by the field that names the set: a reward must find its
+                columns in the first one of its sources. None: not checked.
 
         Raises:
             UserError: a reward is unknown, can't be loaded, refuses its options or needs another column, or a
@@ -52,9 +53,12 @@ class RewardPool:
         self._functions, self._failure_value = config.functions, config.failure_value
         names = tuple(function.name for function in config.functions)
         self.part_names = _name_parts(names)
-        specs = tuple(RewardSpec(function.name, dict(function.options)) for function in config.functions)
+        specs = tuple(
+            RewardSpec(function.name, dict(function.options), _columns_of(function, sets or {}))
+            for function in config.functions
+        )
         self._dispatcher = Dispatcher(
-            Setup(specs, tuple(sys.path), dict(columns or {})),
+            Setup(specs, tuple(sys.path)),
             config.workers,
             config.timeout_seconds,
             WorkerLimits(int(config.memory_gib * 2**30), config.network, config.environment),
@@ -104,8 +108,9 @@ class RewardPool:
             parts.update(
                 {(reward, position): value for position, value in zip(positions, values, strict=True)}
             )
+        unasked = Score(None)  # a reward has no opinion on the sources that it does not score
         return [
-            self._combine([parts[reward, i] for reward in range(len(self._functions))])
+            self._combine([parts.get((reward, i), unasked) for reward in range(len(self._functions))])
             for i in range(len(completions))
         ]
 
@@ -139,6 +144,7 @@ class RewardPool:
             (reward, task)
             for reward, f in enumerate(self._functions)
             for task in (groups if is_custom(f.name) else singles)
+            if _scores(f, prompts[task[0]])
         ]
 
     def _run(
@@ -163,18 +169,36 @@ class RewardPool:
             if isinstance(score, Score)
             for part, value in score.parts.items()
         }
+        first = next(
+            (score for score in scores if isinstance(score, Failed) or score.value is not None), None
+        )
+        answer = first.answer if isinstance(first, Score) else None
         for name, score in named.items():
             if isinstance(score, Failed):
                 return Reward(
-                    self._failure_value, parts, score.outcome, f"{name}: {score.detail}", subparts=subparts
+                    self._failure_value, parts, score.outcome, f"{name}: {score.detail}", subparts, answer
                 )
         weights = [function.weight for function in self._functions]
         opinions = [
             weight * part for weight, part in zip(weights, parts.values(), strict=True) if part is not None
         ]
         if not opinions:
-            return Reward(self._failure_value, parts, "error", NO_OPINION, subparts=subparts)
-        return Reward(sum(opinions), parts, subparts=subparts)
+            return Reward(self._failure_value, parts, "error", NO_OPINION, subparts, answer)
+        return Reward(sum(opinions), parts, subparts=subparts, answer=answer)
+
+
+def _scores(function: RewardConfig, prompt: Prompt) -> bool:
+    """Say whether a reward scores the completions of a prompt."""
+    return not function.sources or prompt.source in function.sources
+
+
+def _columns_of(function: RewardConfig, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, list[str]]:
+    """Return the columns of the first prompt of each set that a reward scores."""
+    firsts = {
+        place: next((prompt for prompt in prompts if _scores(function, prompt)), None)
+        for place, prompts in sets.items()
+    }
+    return {place: list(prompt.columns) for place, prompt in firsts.items() if prompt is not None}
 
 
 def _name_parts(names: Sequence[str]) -> tuple[str, ...]:

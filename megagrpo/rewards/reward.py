@@ -16,7 +16,9 @@ raises counts as an `error` of that one completion."""
 REWARDS: Registry[Callable[..., ScoreFunction]] = Registry("reward")
 """Factories by name: `REWARDS.get(name)(**options) -> ScoreFunction`. A factory checks its options and raises
 UserError. Where the score function has a method `warm_up()`, the worker calls it once, so that first-use
-costs do not count against the first completion. The column that it reads, where it does, is its attribute
+costs do not count against the first completion. Where it has a method `judge(prompt, completion) -> (score,
+answer)`, this is called in its place; majority votes count the answers: text that is equal for equal ones, ""
+for none. The column that it reads, where it does, is its attribute
 `column`: data without it is refused before anything is scored."""
 
 

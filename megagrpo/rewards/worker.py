@@ -82,8 +82,9 @@ def _build(setup: "Setup", watch: NetworkWatch) -> "list[Scorer] | Refused":
             finally:  # what reached for the network may have failed by that
                 if said := watch.explain():
                     raise UserError(f"reward {spec.name!r}: {said}")
-        for place, columns in setup.columns.items():
-            _check_columns(place, columns, scorers)
+        for spec, scorer in zip(setup.rewards, scorers, strict=True):
+            for place, columns in spec.columns.items():
+                _check_columns(place, columns, scorer)
         return scorers
     except UserError as error:
         return Refused(str(error))
@@ -91,12 +92,11 @@ def _build(setup: "Setup", watch: NetworkWatch) -> "list[Scorer] | Refused":
         return Refused("rewards.memory_gib: is too little for the rewards to start")
 
 
-def _check_columns(place: str, columns: "Sequence[str]", scorers: "list[Scorer]") -> None:
-    for scorer in scorers:
-        try:
-            scorer.check_columns(columns)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from None
+def _check_columns(place: str, columns: "Sequence[str]", scorer: "Scorer") -> None:
+    try:
+        scorer.check_columns(columns)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
 
 
 def _answer(scorer: "Scorer", request: "Request", memory_bytes: int) -> "Reply":

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from megagrpo.rewards.frames import MAX_REPLY_BYTES, FrameReader, MalformedFrameError, pack_frame
 from megagrpo.rewards.isolation import allowed_environment
-from megagrpo.rewards.messages import Failed, Ready, Refused, Reply, Scores
+from megagrpo.rewards.messages import MAX_ANSWER_CHARACTERS, Failed, Ready, Refused, Reply, Scores
 
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
 # the keeper kills its children within 5 s; one that does not answer was stopped or killed by reward code
@@ -134,6 +134,10 @@ def decode_reply(body: bytes) -> Reply:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from None
+    if isinstance(reply, Scores):
+        for score in reply.scores:
+            if score.answer is not None and len(score.answer) > MAX_ANSWER_CHARACTERS:
+                raise ValueError(f"scores: an answer is longer than {MAX_ANSWER_CHARACTERS} characters")
     if isinstance(reply, Failed):
         return Failed(reply.outcome, _one_line(reply.detail))
     return Refused(_one_line(reply.message)) if isinstance(reply, Refused) else reply

@@ -7,13 +7,14 @@ rewards, so every rank decides alike.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megagrpo.algorithms.advantages.base import find_equal_rewards
 from megagrpo.algorithms.overlong import mask_overlong
 from megagrpo.config.algorithm_section import AlgorithmConfig
 from megagrpo.rollout.failed_scores import ScoreCounts, count_scores
+from megagrpo.rollout.group_results import GroupResult, group_results
 from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts, concatenate, select_groups
 
 
@@ -43,6 +44,8 @@ class SamplingCounts:
     scores: ScoreCounts = field(default_factory=ScoreCounts)  # over all rounds
     sampled: Sequence[CompletionRecord] = ()  # in all rounds, those of dropped groups too
     outcomes: GroupOutcomes = field(default_factory=GroupOutcomes)  # over all rounds
+    groups: Sequence[GroupResult] = ()  # in all rounds
+    curriculum: Mapping[str, int] = field(default_factory=dict)  # what it knows of the prompts, by metric
 
 
 def informative_groups(rollouts: StepRollouts, masks_overlong: bool = False) -> list[int]:
@@ -90,9 +93,10 @@ def collect_groups(
     scores = count_scores(rollouts)
     scores.require_any("the step")  # every rank decides alike
     sampled = list(rollouts.records.values())
-    outcomes = count_outcomes(rollouts, config.overlong.mask)
+    outcomes, groups = count_outcomes(rollouts, config.overlong.mask), group_results(rollouts)
     if not config.dynamic_sampling.enabled:
-        return rollouts, SamplingCounts(wanted, 0, 0, count_tokens(sampled), scores, sampled, outcomes)
+        tokens = count_tokens(sampled)
+        return rollouts, SamplingCounts(wanted, 0, 0, tokens, scores, sampled, outcomes, groups)
 
     def keep(some: StepRollouts) -> StepRollouts:
         return select_groups(some, informative_groups(some, config.overlong.mask))
@@ -107,10 +111,11 @@ def collect_groups(
         scores += count_scores(rollouts)
         outcomes += count_outcomes(rollouts, config.overlong.mask)
         sampled += rollouts.records.values()
+        groups += group_results(rollouts)
         kept = concatenate([kept, keep(rollouts)])
     dropped = generated - len(kept.prompts)
     tokens = count_tokens(sampled)
-    return kept, SamplingCounts(generated, dropped, refills, tokens, scores, sampled, outcomes)
+    return kept, SamplingCounts(generated, dropped, refills, tokens, scores, sampled, outcomes, groups)
 
 
 def count_tokens(records: Sequence[CompletionRecord]) -> int:

@@ -29,7 +29,7 @@ from megagrpo.rollout.in_flight import (
 from megagrpo.rollout.rollouts import SampleKey, StepRollouts
 from megagrpo.rollout.share_progress import ShareProgress
 from megagrpo.telemetry.activity import Counts, count_nothing
-from megagrpo.types import Completion, Prompt, Reward
+from megagrpo.types import Completion, Prompt, Reward, SamplingParams
 
 STOP_POLL_SECONDS = 0.5  # between two checks, while scores are awaited, whether they are still wanted
 
@@ -166,7 +166,7 @@ class RolloutGenerator:
         completions: dict[SampleKey, Completion] = {}
         count, failure, life = request.completions_per_prompt, None, self.replicas.life(self.groups.rank)
         progress = ShareProgress(self.counts, len(mine), count)
-        for occurrence, groups in self._by_occurrence(request.prompts, mine).items():
+        for (occurrence, sampling), groups in self._calls(request, mine).items():
             if is_given_up():
                 break
             prompts = [request.prompts[group] for group in groups]
@@ -191,7 +191,7 @@ class RolloutGenerator:
 
             start = request.first_index + occurrence * count
             try:
-                self.engine.generate(prompts, request.sampling, range(start, start + count), on_group)
+                self.engine.generate(prompts, sampling, range(start, start + count), on_group)
             except EngineError as error:
                 if self.is_embedded:
                     raise
@@ -212,16 +212,16 @@ class RolloutGenerator:
         )
 
     @staticmethod
-    def _by_occurrence(prompts: Sequence[Prompt], mine: Sequence[int]) -> dict[int, list[int]]:
-        """Return the groups `mine` by how often their prompt has come before in `prompts`."""
+    def _calls(request: RolloutRequest, mine: Sequence[int]) -> dict[tuple[int, SamplingParams], list[int]]:
+        """Return the groups `mine` by how often their prompt has come before, and by how they are sampled."""
         seen: Counter[int] = Counter()
         own = set(mine)
-        groups_of_occurrence: dict[int, list[int]] = defaultdict(list)
-        for group, prompt in enumerate(prompts):
+        calls: dict[tuple[int, SamplingParams], list[int]] = defaultdict(list)
+        for group, prompt in enumerate(request.prompts):
             if group in own:
-                groups_of_occurrence[seen[prompt.id]].append(group)
+                calls[seen[prompt.id], request.sampling_of(prompt)].append(group)
             seen[prompt.id] += 1
-        return groups_of_occurrence
+        return calls
 
     # ---- all ranks
 

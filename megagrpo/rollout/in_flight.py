@@ -10,7 +10,7 @@ it.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from megagrpo.config.rollout_sections import DataConfig, RolloutConfig
 from megagrpo.errors import UserError
 from megagrpo.parallel.background import BackgroundWork
 from megagrpo.parallel.plain_data import exchangeable
@@ -83,6 +84,40 @@ class RolloutRequest:
     first_index: int = 0  # first completion index of a prompt that has been sampled in this step already
     # estimates for the data set that the prompts are from; gathered rollouts are added to them
     lengths: LengthEstimates = field(default_factory=LengthEstimates)
+    by_source: Mapping[str, SamplingParams] = field(
+        default_factory=dict
+    )  # for sources that are sampled otherwise
+
+    def sampling_of(self, prompt: Prompt) -> SamplingParams:
+        """Return how completions of a prompt are sampled."""
+        return self.by_source.get(prompt.source, self.sampling)
+
+
+def sampling_of_run(rollout: RolloutConfig, seed: int, step: int = 0) -> SamplingParams:
+    """Return how training completions of a step are sampled."""
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
+        seed=seed,
+        step=step,
+    )
+
+
+def sampling_by_source(data: DataConfig, sampling: SamplingParams) -> dict[str, SamplingParams]:
+    """Return the sampling of each source that has values of its own."""
+    return {
+        each.name: replace(
+            sampling,
+            max_new_tokens=each.max_new_tokens or sampling.max_new_tokens,
+            stop=sampling.stop if each.stop is None else each.stop,
+        )
+        for each in data.mixture
+        if each.max_new_tokens is not None or each.stop is not None
+    }
 
 
 @dataclass

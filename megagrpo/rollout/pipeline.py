@@ -7,7 +7,7 @@ one_step_off    generate 1 | train 1      | publish | train 2      | publish | .
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,13 @@ from megagrpo.rollout.data_identity import compare_data, describe_data, describe
 from megagrpo.rollout.dealing import LengthEstimates
 from megagrpo.rollout.dynamic_sampling import SamplingCounts, collect_groups
 from megagrpo.rollout.generation import RolloutFailedError, RolloutGenerator
-from megagrpo.rollout.in_flight import PendingRollouts, RolloutRequest, ScoredCompletions
+from megagrpo.rollout.in_flight import (
+    PendingRollouts,
+    RolloutRequest,
+    ScoredCompletions,
+    sampling_by_source,
+    sampling_of_run,
+)
 from megagrpo.rollout.prompts import PromptSampler
 from megagrpo.rollout.rollouts import StepRollouts
 from megagrpo.types import Prompt, SamplingParams, Snapshot
@@ -92,6 +98,9 @@ class RolloutPipeline:
             return self.generator.generate(self._request(step, self.sampler.next(count), first_index))
 
         rollouts, counts = collect_groups(generate, rollout.prompts_per_step, self.algorithm)
+        curriculum = self.sampler.curriculum
+        curriculum.observe(counts.groups)
+        counts = replace(counts, curriculum=curriculum.counts())
         self._check_ages(step, rollouts, weight_version)
         self._position, self._next_step = self.sampler.state(), step + 1
         if self._ahead and step < self.num_steps:
@@ -146,6 +155,8 @@ class RolloutPipeline:
             "lengths": self.lengths.state(),
             "in_flight": None,
         }
+        if self.sampler.curriculum.is_on:
+            state["curriculum"] = self.sampler.curriculum.state()
         share = None if self._pending is None else self._pending.outcome()
         is_whole = isinstance(share, ScoredCompletions) and share.failure is None
         if all_reduce_flag(not is_whole) or self._pending is None or not isinstance(share, ScoredCompletions):
@@ -170,7 +181,7 @@ class RolloutPipeline:
             UserError: the prompts are others, and the run may not have them.
         """
         self._next_step = state["next_step"]
-        source = self.sampler.source.config.source
+        source = self.sampler.source.config.description
         changed = compare_data(state["data"], self._data, source, self._allowed_changes)
         if changed is not None:
             self.skip_to(0)
@@ -180,6 +191,8 @@ class RolloutPipeline:
             self._note(f"warning: data.source: {source}: {columns}; the run goes on at its position")
         self.skip_to(state["prompt_position"])
         self.lengths.load_state(state["lengths"])
+        if "curriculum" in state:  # it was on
+            self.sampler.curriculum.load_state(state["curriculum"])
         saved = state["in_flight"]
         if saved is None:
             return
@@ -197,18 +210,10 @@ class RolloutPipeline:
     # ---- requests
 
     def _request(self, step: int, prompts: list[Prompt], first_index: int = 0) -> RolloutRequest:
-        rollout = self.rollout
-        sampling = SamplingParams(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop=rollout.stop,
-            stop_token_ids=rollout.stop_token_ids,
-            seed=self.seed,
-            step=step,
-        )
-        return RolloutRequest(prompts, sampling, rollout.completions_per_prompt, first_index, self.lengths)
+        sampling = sampling_of_run(self.rollout, self.seed, step)
+        by_source = sampling_by_source(self.sampler.source.config, sampling)
+        count = self.rollout.completions_per_prompt
+        return RolloutRequest(prompts, sampling, count, first_index, self.lengths, by_source)
 
     def _check_ages(self, step: int, rollouts: StepRollouts, weight_version: int) -> None:
         """Refuse completions of weights that are older than the mode allows: an engine that kept serving a
@@ -228,8 +233,14 @@ def _describe(request: RolloutRequest) -> dict[str, Any]:
     """Return all that decides what is generated, beside prompts and weights, in the types that come back from
     JSON.
     """
-    sampling = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in asdict(request.sampling).items()
+    return {
+        "sampling": _describe_sampling(request.sampling),
+        "by_source": {name: _describe_sampling(each) for name, each in request.by_source.items()},
+        "completions_per_prompt": request.completions_per_prompt,
     }
-    return {"sampling": sampling, "completions_per_prompt": request.completions_per_prompt}
+
+
+def _describe_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in asdict(sampling).items()
+    }

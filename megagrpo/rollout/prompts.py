@@ -5,13 +5,16 @@ can be resumed.
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megagrpo.config.rollout_sections import DataConfig, EvaluationSetConfig
+from megagrpo.config.rollout_sections import DataConfig, EvaluationSetConfig, MixtureSourceConfig
 from megagrpo.errors import UserError
+from megagrpo.rollout.curriculum import Curriculum
 from megagrpo.rollout.data_sources import read_rows
+from megagrpo.rollout.mixture import MixtureCycle
 from megagrpo.rollout.tokenisation import PromptTokeniser
 from megagrpo.types import Prompt
 from megagrpo.wire.counter_sampling import shuffled
@@ -19,12 +22,23 @@ from megagrpo.wire.counter_sampling import shuffled
 SHOWN_CHARACTERS = 1000  # from each end of a long prompt, where tokens are doubled or missing
 
 
+@dataclass(frozen=True)
+class SourcePart:
+    """One source's prompts among those of a data set."""
+
+    place: str  # the field that names it
+    name: str
+    first: int
+    count: int
+
+
 class PromptSource:
-    """The prompts of one data set, tokenised, in row order.
+    """The prompts of one data set, tokenised: its sources one after the other, each in row order.
 
     Attributes:
-        prompts: those that are kept; `Prompt.id` is the row's index in the source, also where rows before it
-            were dropped.
+        prompts: those that are kept; `Prompt.id` is the row's number, from the first row of the first source
+            on, also where rows before it were dropped.
+        parts: the sources.
         dropped: number of rows left out for being longer than `max_prompt_tokens`.
     """
 
@@ -52,47 +66,59 @@ class PromptSource:
             UserError: on the first row (it is named) that can't be used, or if no row is left.
         """
         self.config = config
-        self.place = f"{place}: {config.source}"
+        self.place = f"{place}: {config.description}"
         self.prompts: list[Prompt] = []
-        self.dropped = longest = 0
-        tokeniser = PromptTokeniser(config, tokenizer)
-        for index, row in enumerate(read_rows(place, config.source, config.limit)):
-            prompt = tokeniser.tokenise(f"{self.place}, row {index}", index, row)
+        self.dropped, self._notes = 0, []
+        self.parts: list[SourcePart] = []
+        self._max_new_tokens, self._context_tokens = max_new_tokens, context_tokens
+        first_id = 0
+        for own_place, part in config.parts:
+            first = len(self.prompts)
+            where = own_place if config.mixture else place
+            num_rows = self._read(where, part, PromptTokeniser(config, tokenizer), first_id)
+            first_id += num_rows
+            self.parts.append(SourcePart(where, part.name, first, len(self.prompts) - first))
+
+    def _read(self, place: str, part: MixtureSourceConfig, tokeniser: PromptTokeniser, first_id: int) -> int:
+        """Take in the rows of a source; return how many they are, dropped ones too."""
+        config, place_of_field = self.config, place
+        place = f"{place}: {part.source}"
+        max_new_tokens = part.max_new_tokens or self._max_new_tokens
+        first, dropped, longest, index = len(self.prompts), 0, 0, -1
+        for index, row in enumerate(read_rows(place_of_field, part.source, config.limit)):
+            prompt = tokeniser.tokenise(f"{place}, row {index}", first_id + index, row, part.name)
             length = len(prompt.token_ids)
             if length > config.max_prompt_tokens:
                 if config.overlong_prompts == "error":
                     raise UserError(
-                        f"{self.place}, row {index}: the prompt has {length} tokens, "
-                        "data.max_prompt_tokens is "
+                        f"{place}, row {index}: the prompt has {length} tokens, data.max_prompt_tokens is "
                         f"{config.max_prompt_tokens}; raise it, or set data.overlong_prompts=drop"
                     )
-                self.dropped += 1
-                longest = max(longest, length)
+                dropped, longest = dropped + 1, max(longest, length)
                 continue
-            if context_tokens is not None and length + max_new_tokens > context_tokens:
+            if self._context_tokens is not None and length + max_new_tokens > self._context_tokens:
                 raise UserError(
-                    f"{self.place}, row {index}: {length} prompt tokens + {max_new_tokens} "
-                    "new tokens = "
-                    f"{length + max_new_tokens}, the model's context is {context_tokens}"
+                    f"{place}, row {index}: {length} prompt tokens + {max_new_tokens} new tokens = "
+                    f"{length + max_new_tokens}, the model's context is {self._context_tokens}"
                 )
             self.prompts.append(prompt)
-        if not self.prompts:
-            dropped = (
-                (f": all {self.dropped} rows are over data.max_prompt_tokens={config.max_prompt_tokens}")
-                if self.dropped
-                else ""
-            )
-            raise UserError(f"{self.place}: no prompts{dropped}")
-        self._notes = tokeniser.notes()
-        if self.dropped:
+        kept = len(self.prompts) - first
+        if not kept:
+            over = f": all {dropped} rows are over data.max_prompt_tokens={config.max_prompt_tokens}"
+            raise UserError(f"{place}: no prompts{over if dropped else ''}")
+        self._notes += [f"warning: {place}: {note}" for note in tokeniser.notes()]
+        if dropped:
             self._notes.append(
-                f"{self.dropped} of {self.dropped + len(self)} rows are dropped: over data.max_prompt_tokens="
-                f"{config.max_prompt_tokens}, the longest has {longest} tokens (data.overlong_prompts=drop)"
+                f"warning: {place}: {dropped} of {dropped + kept} rows are dropped: over "
+                f"data.max_prompt_tokens={config.max_prompt_tokens}, the longest has {longest} tokens "
+                "(data.overlong_prompts=drop)"
             )
+        self.dropped += dropped
+        return index + 1
 
     def notes(self) -> list[str]:
         """Return what was done to rows beyond reading them, one line each that names the set."""
-        return [f"warning: {self.place}: {note}" for note in self._notes]
+        return list(self._notes)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -112,7 +138,8 @@ class PromptSampler:
     """Draws prompts for ever, each once per epoch; its whole state is one integer.
 
     The order of an epoch is a function of (seed, epoch, number of prompts) alone, so a resumed run, on any
-    number of ranks, goes on with the prompts that the first one would have drawn.
+    number of ranks, goes on with the prompts that the first one would have drawn. The sources of a mixture
+    with weights take turns, each with epochs of its own. What the curriculum passes over counts as drawn.
 
     Example:
         >>> sampler = PromptSampler(source, seed=0)
@@ -121,19 +148,29 @@ class PromptSampler:
 
     def __init__(self, source: PromptSource, seed: int, shuffle: bool | None = None):
         """`shuffle=None` takes the source's `data.shuffle`; False draws in row order in every epoch."""
-        self.source = source
-        self.seed = seed
+        self.source, self.seed = source, seed
         self.shuffle = source.config.shuffle if shuffle is None else shuffle
+        self.curriculum = Curriculum(source.config.curriculum, source.prompts, seed)
+        weights = [part.weight for part in source.config.mixture if part.weight is not None]
+        self._cycle = MixtureCycle(weights) if weights else None
         self._position = 0
-        self._epoch_order: tuple[int, np.ndarray] | None = None  # the last epoch drawn from, and its order
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # by source, the last epoch and its order
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, over the epoch's end where need be, and advance.
 
-        A prompt comes twice in one call only where `count` reaches over an epoch's end.
+        A prompt comes twice in one call only where `count` reaches over an epoch's end. The curriculum passes
+        over as many prompts in a row as there are, never over the next one.
         """
-        drawn = [self._prompt_at(position) for position in range(self._position, self._position + count)]
-        self._position += count
+        drawn: list[Prompt] = []
+        last = self._position + len(self.source)
+        while len(drawn) < count:
+            prompt = self._prompt_at(self._position)
+            is_taken = self._position >= last or not self.curriculum.passes_over(prompt, self._position)
+            self._position += 1
+            if is_taken:
+                drawn.append(prompt)
+                last = self._position + len(self.source)
         return drawn
 
     def state(self) -> int:
@@ -152,12 +189,20 @@ class PromptSampler:
         return self._position / len(self.source)
 
     def _prompt_at(self, position: int) -> Prompt:
-        epoch, offset = divmod(position, len(self.source))
+        if self._cycle is None:
+            return self.source[self._place(0, len(self.source), position)]
+        number, draw = self._cycle.locate(position)
+        part = self.source.parts[number]
+        return self.source[part.first + self._place(number, part.count, draw)]
+
+    def _place(self, number: int, count: int, draw: int) -> int:
+        """Return the place of a source's `draw`-th prompt among its `count`."""
+        epoch, offset = divmod(draw, count)
         if not self.shuffle:
-            return self.source[offset]
-        if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = (epoch, shuffled(len(self.source), self.seed, epoch))
-        return self.source[int(self._epoch_order[1][offset])]
+            return offset
+        if number not in self._orders or self._orders[number][0] != epoch:
+            self._orders[number] = (epoch, shuffled(count, self.seed + number, epoch))
+        return int(self._orders[number][1][offset])
 
 
 def load_prompts(
@@ -178,8 +223,8 @@ def load_prompts(
         note: told, line by line, the first training prompt as the engine gets it and what was done to rows.
     """
 
-    def load(data: DataConfig, place: str) -> PromptSource:
-        source = PromptSource(data, tokenizer, max_new_tokens, context_tokens, place)
+    def load(data: DataConfig, place: str, new_tokens: int = max_new_tokens) -> PromptSource:
+        source = PromptSource(data, tokenizer, new_tokens, context_tokens, place)
         for line in source.notes():
             note(line)
         return source
@@ -187,8 +232,10 @@ def load_prompts(
     source = load(training, "data.source")
     held_out = []
     for number, evaluation in enumerate(held_out_sets):
-        data = training.model_copy(update={"source": evaluation.source, "limit": evaluation.limit})
-        held_out.append((evaluation, load(data, f"evaluation.sets.{number}.source").prompts))
+        changes = {"source": evaluation.source, "limit": evaluation.limit, "mixture": ()}
+        data = training.model_copy(update=changes)
+        new_tokens = evaluation.max_new_tokens or max_new_tokens
+        held_out.append((evaluation, load(data, f"evaluation.sets.{number}.source", new_tokens).prompts))
     note(f"first of {len(source)} prompts: {describe_prompt(source[0], tokenizer)}")
     return source, held_out
 
@@ -197,7 +244,7 @@ def prompts_by_field(
     source: PromptSource, held_out: Sequence[tuple[EvaluationSetConfig, list[Prompt]]]
 ) -> dict[str, Sequence[Prompt]]:
     """Return the prompts of each data set, by the field that names the set."""
-    return {"data.source": source.prompts} | {
+    return {part.place: source.prompts[part.first : part.first + part.count] for part in source.parts} | {
         f"evaluation.sets.{number}.source": prompts for number, (_, prompts) in enumerate(held_out)
     }
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from megagrpo.rollout.dynamic_sampling import SamplingCounts, count_tokens
 from megagrpo.rollout.failed_scores import failed_fractions, mean_parts
+from megagrpo.rollout.group_results import metrics_by_source
 from megagrpo.rollout.rollouts import CompletionRecord, StepRollouts
 from megagrpo.telemetry import names
 
@@ -32,6 +33,7 @@ def compute_rollout_metrics(
         "rollout/refills": counts.refills,
         **failed_fractions("reward", counts.scores),
         "rollout/weight_version": min((record.weight_version for record in records), default=weight_version),
+        **counts.curriculum,
         names.GENERATION_SECONDS: rollouts.generation_seconds,
         names.SCORING_WAIT_SECONDS: rollouts.scoring_wait_seconds,
     }
@@ -49,6 +51,7 @@ def compute_rollout_metrics(
         metrics[names.REWARD_STD] = statistics.pstdev(record.reward.value for record in sampled)
         metrics |= mean_parts([record.reward for record in sampled])
         metrics[names.LENGTH] = count_tokens(sampled) / len(sampled)
+        metrics |= metrics_by_source(counts.groups)
         cut = sum(record.finish_reason == "length" for record in sampled)
         metrics[names.CUT_FRACTION] = cut / len(sampled)
     return metrics

@@ -55,12 +55,13 @@ class PromptTokeniser:
         self.config, self.tokenizer = config, tokenizer
         self.ends_removed = self.begins_removed = 0
 
-    def tokenise(self, place: str, index: int, row: Mapping[str, Any]) -> Prompt:
+    def tokenise(self, place: str, index: int, row: Mapping[str, Any], source: str = "") -> Prompt:
         """Return the prompt of a row.
 
         Args:
             place: how messages name the row.
             index: of the row, which becomes the prompt's id.
+            source: that the row is from, in a mixture; otherwise its column `source` says.
             row: its columns; all but the prompt's go with it.
 
         Raises:
@@ -69,7 +70,8 @@ class PromptTokeniser:
         text = self._text_of(place, row)
         token_ids = self._token_ids(place, text)
         columns = {name: value for name, value in row.items() if name != self.config.prompt_field}
-        return Prompt(id=index, text=text, token_ids=token_ids, columns=columns)
+        told = columns.get("source")
+        return Prompt(index, text, token_ids, columns, source or (told if isinstance(told, str) else ""))
 
     def notes(self) -> list[str]:
         """Return what was taken out of prompts, one line for each kind."""

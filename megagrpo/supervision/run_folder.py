@@ -17,7 +17,11 @@ FILES = (
     "summary.json",
     "warnings.jsonl",
 )
-FOLDERS = ("checkpoints", "completions", "engines", "errors", "hf", "model", "stacks", "tensorboard")
+ACCEPTED = "accepted.jsonl"  # what `megagrpo sample` keeps
+FOLDERS = (
+    *("checkpoints", "completions", "engines", "errors", "evaluations", "hf", "model", "stacks"),
+    "tensorboard",
+)
 
 
 def make_run_folder(run_dir: Path) -> None:

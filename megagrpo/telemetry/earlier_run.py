@@ -15,6 +15,7 @@ RECORDS = (
     "wandb",
     "wandb_id",
     "completions",
+    "evaluations",
     "tensorboard",
     "hf",
 )

@@ -32,7 +32,7 @@ def format_model_card(config: Config, summary: Mapping[str, Any]) -> str:
     rewards = ", ".join(f"`{each.name}` x {each.weight:g}" for each in config.rewards.functions)
     rows = [
         ("base model", f"`{config.model.path}`"),
-        ("prompts", f"`{config.data.source}`"),
+        ("prompts", f"`{config.data.description}`"),
         ("rewards", rewards),
         ("algorithm", f"{name}: advantages {algorithm.advantages}, loss {algorithm.loss}"),
         ("KL to the base model", f"{algorithm.kl.coef:g} ({algorithm.kl.placement})"),

@@ -12,6 +12,7 @@ from megagrpo.telemetry.activity import Activity
 from megagrpo.telemetry.completions import Samples, write_completions
 from megagrpo.telemetry.display import Display
 from megagrpo.telemetry.earlier_run import METRICS, set_aside_earlier_run
+from megagrpo.telemetry.evaluation_files import evaluation_file, write_evaluation
 from megagrpo.telemetry.health import Health, look_at_disk
 from megagrpo.telemetry.patient_file import PatientFile
 from megagrpo.telemetry.progress import Progress, evaluation_of
@@ -63,6 +64,9 @@ class NullRecorder:
 
     def held_out(self, step: int, name: str, samples: Callable[[], Samples]) -> None:
         """Keep a few groups of an evaluation set."""
+
+    def evaluation(self, step: int, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """Keep the results of all evaluation sets, prompt by prompt."""
 
     def finish(
         self,
@@ -206,6 +210,11 @@ class Recorder(NullRecorder):
             self._patiently(
                 "completions", lambda: write_completions(self._run_dir, step, samples(), count, name)
             )
+
+    def evaluation(self, step: int, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """See NullRecorder."""
+        path = evaluation_file(self._run_dir, step)
+        self._patiently("evaluations", lambda: write_evaluation(path, describe()))
 
     def _patiently(self, what: str, write: Callable[[], object]) -> None:
         try:

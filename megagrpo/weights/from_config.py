@@ -20,6 +20,7 @@ from megagrpo.models.stage import StageModel
 from megagrpo.parallel.groups import all_gather_metadata
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder
+from megagrpo.policy.reference import Reference
 from megagrpo.telemetry.activity import Counts, count_nothing
 from megagrpo.types import Prompt
 from megagrpo.weights.context import PublishContext
@@ -153,7 +154,7 @@ def build_transport(
 def build_publisher(
     weights: WeightsConfig,
     engine_config: EngineConfig,
-    actor: Actor,
+    actor: Actor | Reference,
     builder: MicroBatchBuilder,
     engine: Engine,
     prompts: Sequence[Prompt],

@@ -16,6 +16,7 @@ import numpy as np
 from megagrpo.policy.actor import Actor
 from megagrpo.policy.batch import MicroBatchBuilder, TrainSample
 from megagrpo.policy.microbatches import SampleSize, plan_microbatches
+from megagrpo.policy.reference import Reference
 from megagrpo.types import Completion, Prompt, SamplingParams
 from megagrpo.weights.publisher import PublishError, agree
 
@@ -52,7 +53,7 @@ class LogprobProbe:
     """The comparison.
 
     Args:
-        actor: the trained model.
+        actor: the model whose weights are published.
         builder: of its micro-batches.
         engine: this rank's view of its replica.
         replica: its number.
@@ -64,7 +65,7 @@ class LogprobProbe:
 
     def __init__(
         self,
-        actor: Actor,
+        actor: Actor | Reference,
         builder: MicroBatchBuilder,
         engine: ProbedEngine,
         replica: int,

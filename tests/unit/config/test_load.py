@@ -165,7 +165,7 @@ def test_each_kind_of_mistake_reads_as_one_clear_line(write, override, line):
 
 def test_missing_sections_name_the_fields_that_are_needed(write):
     lines = problems_of(write(""))
-    assert lines == ["model.path: missing", "data.source: missing", "rewards.functions: missing"]
+    assert lines == ["model.path: missing", "data: missing", "rewards.functions: missing"]
 
 
 def test_an_empty_section_means_nothing_set(write):

@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 
 from megagrpo.errors import UserError
-from megagrpo.evaluation.evaluate import standard_error
+from megagrpo.evaluation.outcomes import standard_error
 from megagrpo.evaluation.score_metrics import (
     EVALUATION_METRICS,
     compute_pass_at_k,

@@ -9,6 +9,7 @@ from megagrpo.errors import UserError
 from megagrpo.rewards.build import build_scorer
 from megagrpo.rewards.messages import RewardSpec, Score
 from megagrpo.rewards.pool import RewardPool
+from megagrpo.types import Prompt
 
 
 @pytest.fixture
@@ -199,5 +200,5 @@ def test_a_column_that_the_data_lacks_is_told_before_anything_is_scored(tmp_path
     path.write_text("def reward(completions, answer, bonus=1.0): ...")
     config = RewardsConfig(functions=[{"name": f"{path}:reward" if reward == "custom" else reward}])
     with pytest.raises(UserError, match=message):
-        RewardPool(config, columns={"data.source": ["gold"]})
-    RewardPool(config, columns={"data.source": ["gold", "answer"]}).close()
+        RewardPool(config, {"data.source": [Prompt(0, "", (1,), {"gold": 1})]})
+    RewardPool(config, {"data.source": [Prompt(0, "", (1,), {"gold": 1, "answer": 1})]}).close()
