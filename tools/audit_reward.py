@@ -29,7 +29,16 @@ from megagrpo.rewards.build import REWARDS
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Completion, Prompt, Reward
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from echo_endpoint import echo_endpoint
+
 BUILT_IN = Path(__file__).parents[1] / "tests/unit/rewards/cases"
+# rewards that ask an endpoint: one of ours answers as the case says, and what is audited is how it is read
+ECHOED = {
+    "judge": {"model": "echo", "template": "{reply}", "retries": 0},
+    "reward_model": {"retries": 0},
+}
 KINDS = ("correct", "incorrect", "malformed", "adversarial")
 
 
@@ -147,7 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cases = [case for path in paths for case in read_cases(path)]
             if not cases:
                 raise UserError(f"{name}: there are no built-in cases for it; give some by --cases FILE")
-            scored = score_cases(name, given.options, cases, given.timeout_seconds, given.network)
+            if name in ECHOED:
+                with echo_endpoint() as endpoint:
+                    options = {"address": endpoint.address, **ECHOED[name], **given.options}
+                    scored = score_cases(name, options, cases, given.timeout_seconds, network=True)
+            else:
+                scored = score_cases(name, given.options, cases, given.timeout_seconds, given.network)
             rows += tally(name, scored)
             _show(scored, given.show)
     except (UserError, OSError) as error:

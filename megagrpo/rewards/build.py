@@ -12,7 +12,10 @@ from megagrpo.rewards.messages import MAX_ANSWER_CHARACTERS, RewardSpec, Score
 from megagrpo.rewards.reward import REWARDS, ScoreFunction, build_registered
 from megagrpo.types import Completion, Prompt
 
-for _module in ("math", "format", "exact_match", "choice", "code", "style"):  # each registers its reward
+for _module in (
+    *("math", "format", "exact_match", "choice", "code", "style"),
+    *("judge", "reward_model"),
+):  # each registers its reward
     importlib.import_module(f"megagrpo.rewards.{_module}")
 
 
@@ -31,6 +34,11 @@ def is_custom(name: str) -> bool:
     prompt at once.
     """
     return name not in REWARDS.names() and is_code_place(name)
+
+
+def takes_groups(name: str) -> bool:
+    """Return whether a reward is called with all completions of a prompt at once."""
+    return is_custom(name) or (name in REWARDS.names() and getattr(REWARDS.get(name), "scores_groups", False))
 
 
 def build_scorer(spec: RewardSpec) -> Scorer:
@@ -56,14 +64,20 @@ class _RegisteredReward:
         self._name, self._score = name, score
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        if hasattr(self._score, "score_group"):
+            return [self._checked(value) for value in self._score.score_group(prompts, completions)]
         return [self._judge(*pair) for pair in zip(prompts, completions, strict=True)]
 
     def _judge(self, prompt: Prompt, completion: Completion) -> Score:
         judge = getattr(self._score, "judge", None)
         value, answer = judge(prompt, completion) if judge else (self._score(prompt, completion), None)
+        return self._checked(value, None if answer is None else answer[:MAX_ANSWER_CHARACTERS])
+
+    @staticmethod
+    def _checked(value: float, answer: str | None = None) -> Score:
         if not isfinite(value):
             raise ValueError(f"returned {value}, not a finite number")
-        return Score(float(value), answer=None if answer is None else answer[:MAX_ANSWER_CHARACTERS])
+        return Score(float(value), answer=answer)
 
     def check_columns(self, columns: Collection[str]) -> None:
         column = getattr(self._score, "column", None)

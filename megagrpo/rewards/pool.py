@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import cast
 
 from megagrpo.config.rollout_sections import RewardConfig, RewardsConfig
-from megagrpo.rewards.build import is_custom
+from megagrpo.rewards.build import takes_groups
 from megagrpo.rewards.dispatch import Dispatcher
 from megagrpo.rewards.messages import Failed, Reply, Request, RewardSpec, Score, Scores, Setup
 from megagrpo.rewards.outage import OutageWatch
@@ -143,7 +143,7 @@ class RewardPool:
         return [
             (reward, task)
             for reward, f in enumerate(self._functions)
-            for task in (groups if is_custom(f.name) else singles)
+            for task in (groups if takes_groups(f.name) else singles)
             if _scores(f, prompts[task[0]])
         ]
 

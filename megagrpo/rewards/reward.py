@@ -18,8 +18,9 @@ REWARDS: Registry[Callable[..., ScoreFunction]] = Registry("reward")
 UserError. Where the score function has a method `warm_up()`, the worker calls it once, so that first-use
 costs do not count against the first completion. Where it has a method `judge(prompt, completion) -> (score,
 answer)`, this is called in its place; majority votes count the answers: text that is equal for equal ones, ""
-for none. The column that it reads, where it does, is its attribute
-`column`: data without it is refused before anything is scored."""
+for none. One with `score_group(prompts, completions)`, and `scores_groups` at its class, is called with all
+completions of a prompt. The column that it reads, where it does, is its attribute `column`: data without it
+is refused before anything is scored."""
 
 
 def build_registered(name: str, options: Mapping[str, Any]) -> ScoreFunction:

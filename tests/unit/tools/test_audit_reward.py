@@ -36,6 +36,19 @@ def test_a_built_in_reward_misjudges_none_of_its_cases(audit, tmp_path, reward, 
     assert rows[-1]["false_rejects"] <= 0.02 * rows[0]["cases"]
 
 
+@pytest.mark.parametrize("reward", ["judge", "reward_model"])
+def test_a_reward_that_asks_an_endpoint_scores_no_answer_that_is_none(audit, tmp_path, reward):
+    """What can't be read is a counted failure, worth 0 here."""
+    assert audit.main([reward, "--json", str(tmp_path / "rows.jsonl")]) == 0
+    rows = {
+        each["kind"]: each for each in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    }
+    assert rows["all"]["cases"] >= 40
+    assert rows["all"]["false_accepts"] == rows["all"]["false_rejects"] == 0
+    assert rows["correct"]["failed"] == rows["incorrect"]["failed"] == 0
+    assert rows["malformed"]["failed"] == rows["malformed"]["cases"]
+
+
 def test_misjudged_cases_are_counted_and_shown(audit, tmp_path, capsys):
     (tmp_path / "lenient.py").write_text(
         "def reward(completions, answer):\n    return [float(a in c) for c, a in zip(completions, answer)]\n"
