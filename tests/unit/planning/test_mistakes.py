@@ -204,16 +204,16 @@ MISTAKES = {
     ),
     "a writer that is unknown": (
         NOTHING,
-        ["telemetry.writers=[jsonl, mlflow]"],
-        "telemetry.writers: no metrics writer is called 'mlflow'; there are jsonl, tensorboard, wandb, and "
-        "your own as FILE.py:NAME",
+        ["telemetry.writers=[jsonl, neptune]"],
+        "telemetry.writers: no metrics writer is called 'neptune'; there are jsonl, mlflow, tensorboard, "
+        "wandb, and your own as FILE.py:NAME",
     ),
     "a metric that is misspelt": (
         rows("held.jsonl", '{"question": "a", "answer": "b"}\n'),
         ["evaluation.sets=[{name: held, source: held.jsonl, metrics: [pass_at_n]}]"],
         "evaluation.sets.0.metrics: no evaluation metric is called 'pass_at_n'; did you mean pass_at_k?; "
         "there "
-        "are pass_at_k, and your own as FILE.py:NAME",
+        "are maj_at_k, pass_at_k, and your own as FILE.py:NAME",
     ),
     "a reward function that is not there": (
         rows("mine.py", "def score(prompts, completions): return []\n"),
