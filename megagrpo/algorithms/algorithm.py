@@ -247,7 +247,7 @@ class Algorithm:
 
 
 def measure_policy(inputs: LossInputs) -> dict[str, Metric]:
-    """Measure how far the actor has moved on these tokens; every loss reports these."""
+    """Measure how far the actor has moved on these tokens; every loss reports these metrics."""
     log_ratio = inputs.log_ratio().detach()
     ratio = exp_log_ratio(log_ratio)
     metrics = {

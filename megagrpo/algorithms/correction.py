@@ -29,7 +29,7 @@ from megagrpo.config.algorithm_section import CorrectionConfig
 
 @dataclass(frozen=True)
 class CorrectionResult:
-    """What the correction decided for T tokens of B sequences."""
+    """The correction's weights and masks for T tokens of B sequences."""
 
     weights: Tensor  # [T] detached importance weights of the policy loss, in the log-probs' dtype
     # [T] bool; False: the token leaves the loss mask (numerator, denominator, sequence statistics)

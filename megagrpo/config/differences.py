@@ -1,4 +1,4 @@
-"""What a configuration says beyond the defaults."""
+"""Lists the fields of a configuration that differ from the defaults."""
 
 import json
 from collections.abc import Iterator

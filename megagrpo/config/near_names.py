@@ -1,4 +1,4 @@
-"""Where a field is that a user knows by another name: that of another trainer, or of an older version."""
+"""Maps names of other trainers and of older versions to the fields here."""
 
 # Sections and fields of older versions -> where they are now.
 MOVED = {

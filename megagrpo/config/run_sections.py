@@ -76,7 +76,7 @@ class ExportConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """What is written while the run goes."""
+    """What is written during the run."""
 
     writers: tuple[str, ...] = Field(
         ("jsonl", "tensorboard"), description="registered metrics writers, or FILE.py:NAME"

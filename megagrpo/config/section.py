@@ -1,4 +1,4 @@
-"""What every configuration section shares."""
+"""The base of all configuration sections, and their number types."""
 
 from typing import Annotated
 

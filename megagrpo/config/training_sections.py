@@ -174,8 +174,8 @@ class UpdateConfig(Section):
 
 
 class SpikesConfig(Section):
-    """Updates and steps that leave the run's own track, judged against the running median of the last
-    `window` of their kind.
+    """Updates and steps that differ sharply from those before them, judged against the running median of the
+    last `window` of their kind.
     """
 
     loss_factor: Annotated[float, Field(gt=1)] | None = Field(

@@ -1,5 +1,5 @@
-"""What the rest of the code asks about the device: where tensors live, which backend communicates, what
-memory was used.
+"""Answers all questions about the device: where tensors live, which backend communicates, what memory was
+used.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def _quiet_imports() -> None:
 
 
 def _check_cuda() -> None:
-    """Say in one line what NCCL and the first backward would say in many, much later."""
+    """Refuse, in one line, what NCCL or the first backward would fail at much later."""
     ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if ranks > devices:
         raise UserError(
@@ -136,7 +136,8 @@ def background_stream() -> Iterator[None]:
 
 
 def finish_queued_work() -> None:
-    """Wait until the rank's device has done what this thread has queued on it; the CPU queues nothing.
+    """Wait until the rank's device has finished all work that this thread queued on it; the CPU queues
+    nothing.
 
     Other streams go on: rollouts that a background thread generates are not waited for.
     """

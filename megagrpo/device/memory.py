@@ -1,4 +1,4 @@
-"""GPU memory that trainer and engine share: what an engine can have, and what the trainer gives back."""
+"""GPU memory that trainer and engine share: how much an engine can take, and how the trainer frees memory."""
 
 import gc
 
@@ -8,7 +8,7 @@ from megagrpo.device.device import has_cuda
 
 
 def return_cached_memory() -> None:
-    """Give what torch's allocator holds for later use back to the device. Does nothing on the CPU.
+    """Free the memory that torch's allocator holds for later use. Does nothing on the CPU.
 
     After an update that is the peak of the activations, tens of GB that an engine which wakes cannot have.
     """

@@ -72,7 +72,7 @@ async def _answer_one(
             status, answer = http.HTTPStatus.OK, await handler(body)
         except RefusedError as refusal:
             status, answer = http.HTTPStatus.BAD_REQUEST, _error(str(refusal))
-        except Exception as error:  # told to the client; the other requests go on
+        except Exception as error:  # sent to the client; the other requests go on
             status, answer = http.HTTPStatus.INTERNAL_SERVER_ERROR, _error(f"{type(error).__name__}: {error}")
     lines = [
         f"HTTP/1.1 {status.value} {status.phrase}",

@@ -1,5 +1,5 @@
-"""What families share whose router scores experts by a sigmoid, with a bias in the choice (DeepSeek-V3, arXiv
-2412.19437, Eq. 12 to 16), behind shared experts and some dense layers.
+"""The part that families share whose router scores experts by a sigmoid, with a bias in the choice
+(DeepSeek-V3, arXiv 2412.19437, Eq. 12 to 16), behind shared experts and some dense layers.
 """
 
 from typing import Any

@@ -29,7 +29,7 @@ def carried_tensors(source: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
     folder = Path(source)
     single = folder / CARRIED_FILE
     if not single.is_file() and not any(folder.glob("model*.safetensors*")):
-        return  # also a folder that is gone: what it was needed for is told by who copies its config
+        return  # a folder that is gone too: the copy of its config reports that
     raw = load_config_json(source)
     files = SafetensorsFolder(folder, single if single.is_file() else None)
     for name in sorted(files.names()):

@@ -44,7 +44,7 @@ class SequenceRouter(TopKRouter):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the loads counted so far."""
+        """Reset the loads."""
         device = self.weight.device
         self.load = torch.zeros(self.num_experts, dtype=torch.float64, device=device)
         self.balance_loss = torch.zeros((), dtype=torch.float64, device=device)

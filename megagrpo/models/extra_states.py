@@ -1,4 +1,4 @@
-"""What Transformer Engine's modules keep beside their parameters (`_extra_state`), in checkpoints.
+"""The state that Transformer Engine's modules keep beside their parameters (`_extra_state`), in checkpoints.
 
 Every module of it names one, but only delayed FP8 scaling puts something in: the history of largest values.
 Empty ones are not saved, and those that a checkpoint does not hold are not asked for. So the layers of one

@@ -1,4 +1,4 @@
-"""What Megatron's latent attention needs to run over packed trees on the local spec."""
+"""Adapts Megatron's latent attention to packed trees on the local spec."""
 
 from typing import Any
 

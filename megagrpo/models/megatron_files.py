@@ -1,5 +1,5 @@
-"""A model as a Megatron-core distributed checkpoint, with the HF config and tokenizer beside it: what
-`tools/` convert to and from.
+"""A model as a Megatron-core distributed checkpoint, with the HF config and tokenizer beside it: the format
+that `tools/` convert to and from.
 
 FOLDER/__0_0.distcp ... .metadata   shards (torch_dist), readable in any layout
 FOLDER/hf_files/                    config.json, tokenizer, generation config of the HF folder it came from

@@ -1,4 +1,4 @@
-"""Reads Megatron checkpoints without running what somebody has planted in them.
+"""Reads Megatron checkpoints without running code that somebody has planted in them.
 
 Two kinds of pickle are in a checkpoint of the `torch_dist` format, and both are read by torch: `.metadata`, a
 table of the shards, and the objects between the shards, with Megatron's common state. A pickle names
@@ -100,7 +100,7 @@ def _load_metadata(file: IO[bytes]) -> Any:
 
 
 def first_cause(error: BaseException) -> str:
-    """Return what the first rank met, without torch's advice to trust the file."""
+    """Return the first rank's error, without torch's advice to trust the file."""
     if isinstance(error, CheckpointException):
         error = next((each for each, _ in error.failures.values()), error)
     text = " ".join(str(error).split())

@@ -27,7 +27,7 @@ class BackgroundWork(Generic[Result]):
         try:
             with device_module.background_stream():
                 self._outcome = self._function()
-        except BaseException as error:  # handed to whoever waits: this thread has nobody above it
+        except BaseException as error:  # handed to the thread that waits: this thread has no caller
             self._outcome = error
 
     def wait(self, seconds: float | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""What each extension point asks of a part, tried out on small inputs: one suite per registry.
+"""Tests a part against the contract of each extension point on small inputs: one suite per registry.
 
 A suite takes the place of the part's code (or a registered name) and yields what fails, one line each. Parts
 are loaded through their registry, which refuses what lacks a method or takes other parameters.

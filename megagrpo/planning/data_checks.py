@@ -1,5 +1,5 @@
-"""Checks of the first rows of each data set: what would else be told after the ranks were launched, or after
-the first rollout. Imports no torch.
+"""Checks of the first rows of each data set, before the ranks are launched: some mistakes would otherwise
+show after the first rollout. Imports no torch.
 """
 
 import inspect

@@ -19,7 +19,7 @@ MADE_UP = "The answer is 42."
 
 
 def format_inputs(config: Config) -> str:
-    """Open them, and return what there is to see.
+    """Open them, and return a description.
 
     Raises:
         UserError: what the run would stop at: a row, the tokenizer, a chat template, a reward.

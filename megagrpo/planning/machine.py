@@ -40,7 +40,7 @@ class Machine:
         ]
 
     def problems(self) -> list[str]:
-        """Return what a run would stumble over, one line each, with what to do."""
+        """Return what would stop or slow a run, one line each, with what to do."""
         found = []
         if self.shared_free is None or self.shared_free < LEAST_SHARED_BYTES:
             found.append(
@@ -56,7 +56,7 @@ class Machine:
 
 
 def look_at_machine(folder: Path = Path()) -> Machine:
-    """Look; nothing stays behind.
+    """Look; leave no file behind.
 
     Args:
         folder: whose disk is measured.

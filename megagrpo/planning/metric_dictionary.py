@@ -1,4 +1,4 @@
-"""What every recorded number says: unit, reduction, what a healthy run shows, what to do otherwise.
+"""The meaning of every recorded number: unit, reduction, what a healthy run shows, what to do otherwise.
 
 `policy/...` is generated from the declarations of `algorithms/metrics.py`; the rest is declared here. A test
 compares the rows of real runs with it.

@@ -122,7 +122,7 @@ class Dispatcher:
                 while self._waiting and self._idle:
                     self._assign()
                 self._wait()
-        except BaseException as error:  # told to whoever waits: this thread has nobody above it
+        except BaseException as error:  # handed to the threads that wait: this thread has no caller
             failure = error
         with self._lock:
             self._closing = True
@@ -231,8 +231,8 @@ class Dispatcher:
         job.reply.set_result(reply)
 
     def _lose(self, worker: WorkerProcess, cause: str, timed_out: bool = False) -> None:
-        """Kill a worker that hangs, lies or is gone, put a new one in its place, and answer the request that
-        it leaves behind.
+        """Kill a worker that hangs, lies or is gone, start another, and answer the request that it leaves
+        behind.
         """
         was_idle = worker in self._idle
         job = None if was_idle else self._assigned[worker]

@@ -1,4 +1,4 @@
-"""The parent of a reward worker: `python -m megagrpo.rewards.keeper`, started by `process.py`.
+"""The parent of a reward worker: `python -m megagrpo.rewards.keeper`, started by `worker_process.py`.
 
 It starts the worker, and whatever ends it (the pool, the worker's own end, the end of the training process)
 ends all that reward code started, in whatever session: orphans become its children. It runs no reward code.
@@ -85,7 +85,7 @@ def _list_children() -> list[int]:
 
 
 def _end_like(status: int) -> None:
-    """End as the worker did, so that whoever waits for this process learns how."""
+    """End as the worker did, so that the pool learns how the worker ended."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number not in (signal.SIGKILL, signal.SIGSTOP):

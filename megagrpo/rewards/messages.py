@@ -1,7 +1,7 @@
 """What the pool and its workers say to each other: JSON objects, told apart by `kind`.
 
 Requests are trusted, replies are not: reward code runs in the worker and can write whatever it likes into the
-socket. `replies.py` reads them strictly, and nothing in them names code.
+socket. `worker_process.py` reads them strictly, and nothing in them names code.
 """
 
 import json
@@ -49,10 +49,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Score:
-    """What one reward says of one completion."""
+    """One reward's score of one completion."""
 
     value: float | None  # finite; None: it has no opinion
-    parts: Mapping[str, float] = field(default_factory=dict)  # what the value is made of, where it tells
+    parts: Mapping[str, float] = field(default_factory=dict)  # parts of the value, where there are some
     answer: str | None = None  # as in megagrpo.types.Reward, MAX_ANSWER_CHARACTERS at most
     __pydantic_config__ = _STRICT
 

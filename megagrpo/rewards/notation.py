@@ -3,7 +3,7 @@
 import re
 import unicodedata
 
-MAX_ANSWER_CHARACTERS = 1000  # longer ones are no answer: reading them costs more than they could be worth
+MAX_ANSWER_CHARACTERS = 1000  # longer texts are no answers, and reading them is expensive
 
 _VULGAR = {
     character: tuple(unicodedata.normalize("NFKC", character).split("\u2044"))

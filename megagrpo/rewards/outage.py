@@ -1,4 +1,4 @@
-"""Tells a scorer that is out of order from completions that are hard to score."""
+"""Tells a broken scorer from completions that are hard to score."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ MIN_PROMPTS = 2
 
 @dataclass
 class _Failures:
-    """What one reward has failed on since it last scored anything."""
+    """The failures of one reward since it last scored anything."""
 
     first: str
     seconds: float = 0.0
@@ -28,10 +28,10 @@ class OutageWatch:
         self._failures: dict[int, _Failures] = {}
 
     def observe(self, request: Request, reply: Reply, seconds: float) -> None:
-        """Take note of a reply that took `seconds`.
+        """Count a reply that took `seconds`.
 
         Raises:
-            UserError: the scorer is out of order.
+            UserError: the scorer is broken.
         """
         if isinstance(reply, Scores):
             self._failures.pop(request.reward, None)

@@ -83,7 +83,7 @@ class RewardPool:
 
         Raises:
             UserError: what ends the run: a missing column, a user's function that raised or returned what
-                the contract does not allow, or a scorer that is out of order. The workers are stopped.
+                the contract does not allow, or a broken scorer. The workers are stopped.
         """
         if len(prompts) != len(completions):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""How a user's reward wants to be called: by name, never by position."""
+"""How a user's reward is called: by name, never by position."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping

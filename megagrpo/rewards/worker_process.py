@@ -24,7 +24,7 @@ _KEEPER_SECONDS = 7.0
 
 
 class MalformedReplyError(Exception):
-    """A worker sent what is no reply, or one that nobody asked for."""
+    """A worker sent something that is no reply, or a reply to no request."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """What this rank is doing now, in one line: what is built, or the phase of a step, with counts, time gone and
-time left. Its parts tell; a display reads, from its own thread.
+time left. The parts of a run write to it; a display reads it from a thread of its own.
 """
 
 import time
@@ -16,7 +16,7 @@ _ESTIMATE_AFTER = 0.1  # the fraction of items before which the time that is lef
 
 
 def count_nothing(what: str, done: int, total: int | None) -> None:
-    """Take a count that nobody follows."""
+    """Ignore a count."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Activity:
         self._began = clock()
         self._building: tuple[str, float, Path | None] | None = None
         self._phases: list[_Phase] = []
-        self._last_seconds: dict[str, float] = {}  # that a phase took the last time
+        self._last_seconds: dict[str, float] = {}  # how long a phase took the last time
         self.step = 0
         self._first: tuple[int, float] | None = None  # first step that was finished here, and when
         self._newest_at = self._began

@@ -1,4 +1,4 @@
-"""Samples of what the policy writes, whole groups side by side: `completions/step_000010.jsonl`, and
+"""Samples of the policy's completions, whole groups side by side: `completions/step_000010.jsonl`, and
 `held_out_000010_SET.jsonl` of the evaluations.
 """
 

@@ -1,4 +1,4 @@
-"""What a colleague who looks at the curves would tell: each warning once a run, with what to do about it.
+"""Warnings that an engineer who watches the curves would give: each once a run, with what to do about it.
 
 A rule is a pure function of the rows of the last steps. Its constants are far from what healthy runs show: a
 warning that comes in every run is read in none.
@@ -62,7 +62,7 @@ def look_at_disk(folder: Path) -> list[Warning]:
     """Return a warning where the disk of `folder` is nearly full."""
     try:
         free = shutil.disk_usage(folder).free
-    except OSError:  # storage that is away is told by who writes to it
+    except OSError:  # the writers report storage that is gone
         return []
     if free >= LEAST_FREE_BYTES:
         return []

@@ -26,7 +26,9 @@ class PatientFile:
         self._waiting += record
 
     def flush(self) -> bool:
-        """Append all that waits, and say whether that was possible; `error` says what hindered it."""
+        """Append all records that wait; return whether that succeeded. `error` holds the reason where it did
+        not.
+        """
         try:
             append(self.path, self._size, self._waiting)
         except OSError as error:

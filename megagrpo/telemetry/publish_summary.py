@@ -1,4 +1,4 @@
-"""What the publishes of a run came to, from the metric rows of its steps."""
+"""Sums up the publishes of a run from the metric rows of its steps."""
 
 from collections.abc import Mapping
 from statistics import median

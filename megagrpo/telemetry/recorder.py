@@ -55,8 +55,8 @@ class NullRecorder:
         """Print a step's own numbers, before its evaluation."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step's metrics everywhere, and print what `show` has not. Storage that fails is
-        reported and tried again with the next step; the run goes on.
+        """Pass one step's metrics to all writers, and print the part that `show` has not printed. Storage
+        that fails is reported and tried again with the next step; the run goes on.
         """
 
     def completions(self, step: int, samples: Callable[[], Samples]) -> None:
@@ -97,7 +97,7 @@ class Recorder(NullRecorder):
         display: Display | None = None,
         on_summary: Callable[[Mapping[str, Any]], object] = lambda summary: None,
     ):
-        """Take what is recorded where; files are opened by `open`.
+        """Prepare the recorder; `open` opens the files.
 
         Args:
             run_config: the resolved configuration of the run, for `config.yaml`.

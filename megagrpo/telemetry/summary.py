@@ -1,5 +1,5 @@
-"""`summary.json`: what a run came to, computed from its metric rows, so that a resumed run is summed up
-whole.
+"""`summary.json`: the result of a run, computed from its metric rows, so that the summary of a resumed run
+covers all of it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`warnings.jsonl`: what a run was warned of, for its report; a resumed run says nothing twice."""
+"""`warnings.jsonl`: the warnings of a run, for its report; a resumed run gives none of them again."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ class Warnings:
         self._file: PatientFile | None = None
 
     def open(self) -> None:
-        """Take note of what the run was warned of before it was resumed."""
+        """Read the warnings that the run gave before it was resumed."""
         self._names = {line["name"] for line in read_warnings(self._path.parent) if line["name"]}
         self._file = PatientFile(self._path)
 

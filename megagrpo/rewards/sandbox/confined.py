@@ -2,7 +2,7 @@
 
     python -P -B -m megagrpo.rewards.sandbox.confined
 
-`run.py` starts it in a folder that holds `program.py` and `spec.json`.
+`run_program.py` starts it in a folder that holds `program.py` and `spec.json`.
 
 No other process is started and no other program executed, so nothing outlives it. Standard library only.
 """
