@@ -13,12 +13,14 @@ from megagrpo.algorithms.algorithm import Algorithm
 from megagrpo.checkpoint.resume import check_config
 from megagrpo.checkpoint.run_checkpoints import RunCheckpoints
 from megagrpo.checkpoint.state import RandomStates, Stateful, StateOfNumbers, StateOfRanks
+from megagrpo.config.engine_sections import EngineConfig
 from megagrpo.config.load import dump_config
 from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.rollout_sections import EvaluationSetConfig
 from megagrpo.config.schema import Config
 from megagrpo.device.device import finish_queued_work
 from megagrpo.device.environment import describe_crowding
+from megagrpo.device.memory import PeakMemory
 from megagrpo.engines.base import Engine, asleep
 from megagrpo.errors import StopRequested, UserError
 from megagrpo.evaluation.evaluator import Evaluator
@@ -73,7 +75,8 @@ def run_training(
     if crowding := describe_crowding(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         recorder.note(crowding)
     trace = StepTrace(run_dir, config.telemetry.trace_step, rank, recorder.note)
-    timers = build_timers(supervisor, activity, trace)
+    peaks = PeakMemory()
+    timers = build_timers(supervisor, activity, trace, peaks)
 
     def stop_if_asked() -> None:
         if all_reduce_flag(supervisor.stop_reason is not None):
@@ -112,12 +115,11 @@ def run_training(
             checkpoints=checkpoints,
             recorder=recorder,
             timers=timers,
+            peaks=peaks,
             supervisor=supervisor,
             stop_if_asked=stop_if_asked,
             clock=clock,
-            engine_rests=partial(
-                _rest, session.generator.engine, session.offload, config.engine.sleep_while_training
-            ),
+            engine_rests=partial(_rest, session.generator.engine, session.offload, config.engine),
             trace=trace.step,
             export=build_export(config, session.publisher.exporter, is_first),
             max_roll_backs=config.spikes.max_roll_backs,
@@ -132,12 +134,14 @@ def run_training(
         session.close()
 
 
-def build_timers(supervisor: Supervisor, activity: Activity, trace: StepTrace) -> PhaseTimers:
+def build_timers(
+    supervisor: Supervisor, activity: Activity, trace: StepTrace, peaks: PeakMemory
+) -> PhaseTimers:
     """Return the timers of the run's phases, which all that follows a run listens to."""
     return PhaseTimers(
         finish_queued_work,
-        on_enter=[supervisor.enter, activity.enter, trace.enter],
-        on_leave=[trace.leave, supervisor.leave, activity.leave],
+        on_enter=[supervisor.enter, activity.enter, peaks.enter, trace.enter],
+        on_leave=[trace.leave, peaks.leave, supervisor.leave, activity.leave],
     )
 
 
@@ -159,9 +163,9 @@ def build_recorder(config: Config, display: Display) -> Recorder:
 
 
 @contextmanager
-def _rest(engine: Engine, offload: Offload, sleeps: bool) -> Iterator[None]:
+def _rest(engine: Engine, offload: Offload, section: EngineConfig) -> Iterator[None]:
     """Context of an update: the device belongs to the policy while it lasts."""
-    with asleep(engine, sleeps), offload.resident():
+    with asleep(engine, section.sleep_while_training), offload.resident():
         yield
 
 

@@ -12,6 +12,7 @@ from megagrpo.checkpoint.roll_back import roll_back
 from megagrpo.checkpoint.run_checkpoints import RunCheckpoints
 from megagrpo.checkpoint.state import TrainerState
 from megagrpo.device import device
+from megagrpo.device.memory import PeakMemory
 from megagrpo.errors import SharedUserError, StopRequested
 from megagrpo.evaluation.evaluator import Evaluator
 from megagrpo.evaluation.results import describe_results
@@ -42,6 +43,7 @@ class Trainer:
     checkpoints: RunCheckpoints
     recorder: NullRecorder
     timers: PhaseTimers
+    peaks: PeakMemory
     supervisor: Supervisor
     stop_if_asked: Callable[[], None]  # raises StopRequested where any rank was asked to; collective
     clock: RunClock
@@ -131,6 +133,7 @@ class Trainer:
         self.checkpoints.capture()
         self.update.is_step_untouched = True
         metrics |= updated | self.clock.step_metrics() | self.timers.take() | published
+        metrics |= self._take_peaks()
         self.recorder.completions(step, rollouts.samples)
         self._conclude(metrics, evaluates=failure is None and self.evaluator.is_due(step))
         if failure is not None:
@@ -161,6 +164,14 @@ class Trainer:
             # training stands still here: its seconds are in the next step's row
             with self.timers.phase("checkpoint"):
                 self.checkpoints.after_step(self.state, metrics)
+
+    def _take_peaks(self) -> dict[str, float]:
+        """Return the largest peak of any rank in each phase. Collective over all ranks, on GPUs."""
+        own = self.peaks.take()
+        if not own:
+            return {}
+        gathered = all_gather_metadata(own)
+        return {f"memory/{phase}_peak_bytes": max(rank.get(phase, 0) for rank in gathered) for phase in own}
 
     def _publish(self) -> dict[str, float]:
         stats = self.publisher.publish(self.state.weight_version)
@@ -203,6 +214,6 @@ class Trainer:
     def _finish(self) -> None:
         self.checkpoints.close(self.state)
         self.export()
-        peaks = all_gather_metadata((device.peak_rss_bytes(), device.peak_device_bytes()))
+        peaks = all_gather_metadata((device.peak_rss_bytes(), self.peaks.largest_bytes))
         rss, on_devices = zip(*peaks, strict=True)
         self.recorder.finish(self.clock.run_seconds(), rss, on_devices, self.checkpoints.describe_loss())

@@ -148,8 +148,3 @@ def finish_queued_work() -> None:
 def peak_rss_bytes() -> int:
     """Return the largest resident set size of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def peak_device_bytes() -> int:
-    """Return the peak of bytes allocated on the CUDA device so far, 0 on the CPU."""
-    return torch.cuda.max_memory_allocated() if has_cuda() else 0

@@ -25,3 +25,47 @@ def share_of_device_memory(fraction_of_free: float) -> float:
     return_cached_memory()
     free, total = torch.cuda.mem_get_info()
     return int(1000 * fraction_of_free * free / total) / 1000
+
+
+class PeakMemory:
+    """The largest memory that tensors took on the device, of each phase and of the run. The CPU has none:
+    there the allocator counts nothing.
+
+    A phase may run inside another; what it takes is the outer one's too.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        self._peaks: dict[str, int] = {}
+        self._largest = 0
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        self._read()
+        self._open.append(phase)
+
+    def leave(self, phase: str, seconds: float) -> None:
+        """End a phase, which took `seconds`."""
+        self._read()
+        self._open.remove(phase)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest of the run so far; 0 on the CPU."""
+        self._read()
+        return self._largest
+
+    def take(self) -> dict[str, int]:
+        """Return the bytes of each phase since the last call, and start again."""
+        self._read()
+        taken, self._peaks = self._peaks, {}
+        return taken
+
+    def _read(self) -> None:
+        if not has_cuda():
+            return
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self._largest = max(self._largest, peak)
+        for phase in self._open:
+            self._peaks[phase] = max(self._peaks.get(phase, 0), peak)

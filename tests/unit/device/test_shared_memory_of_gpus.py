@@ -70,3 +70,39 @@ def test_after_an_error_nobody_waits_for_the_other_ranks(device, monkeypatch):
 
     with pytest.raises(ValueError, match="a spike"), base.asleep(Engine(), wanted=True):
         raise ValueError("a spike")
+
+
+def test_each_phase_has_a_peak_of_its_own_and_an_inner_one_is_the_outer_ones_too(monkeypatch):
+    """The counter is the device's: torch keeps one peak, since it was reset last."""
+    counted = {"now": 10, "peak": 10}
+
+    def allocate(size: int) -> None:
+        counted["now"] += size
+        counted["peak"] = max(counted["peak"], counted["now"])
+
+    monkeypatch.setattr(memory, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: counted["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: counted.update(peak=counted["now"]))
+    peaks = memory.PeakMemory()
+    allocate(100)  # the models are built: no phase
+    allocate(-60)
+    peaks.enter("rollout")
+    allocate(5)
+    peaks.leave("rollout", 1.0)
+    peaks.enter("update")
+    allocate(20)
+    peaks.enter("engine_start")
+    allocate(50)
+    allocate(-60)
+    peaks.leave("engine_start", 1.0)
+    peaks.leave("update", 1.0)
+    assert peaks.take() == {"rollout": 55, "update": 125, "engine_start": 125}
+    assert peaks.take() == {}
+    assert peaks.largest_bytes == 125
+
+
+def test_a_cpu_has_no_peaks():
+    peaks = memory.PeakMemory()
+    peaks.enter("update")
+    peaks.leave("update", 1.0)
+    assert peaks.take() == {} and peaks.largest_bytes == 0

@@ -35,7 +35,7 @@ def test_steps_without_an_informative_group_advance_the_schedule(monkeypatch):
     trainer = Trainer(**parts | {"update": update})
     update.gate.accepts_rewards.side_effect = lambda mean: trainer.state.step % 2 == 0
     trainer.pipeline.collect.return_value = (StepRollouts([], {}, {}), SamplingCounts(0, 0, 0, 0))
-    trainer.timers.take.return_value = {}
+    trainer.timers.take.return_value = trainer.peaks.take.return_value = {}
     trainer.clock.run_seconds.return_value = 0.0
     for name, result in (("_conclude", None), ("_publish", {})):
         monkeypatch.setattr(trainer, name, lambda *_, result=result, **__: result)
