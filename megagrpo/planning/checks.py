@@ -23,7 +23,7 @@ from megagrpo.parallel.alignment import token_alignment
 from megagrpo.parallel.layout import build_layout
 from megagrpo.planning.engine_checks import check_engine
 from megagrpo.planning.file_checks import check_files, read_hf_config
-from megagrpo.planning.hardware_checks import check_hardware, check_memory
+from megagrpo.planning.hardware_checks import check_deterministic, check_hardware, check_memory
 from megagrpo.planning.source_checks import check_sources
 
 
@@ -88,6 +88,7 @@ def check_config(
             known,
             hardware or detect_hardware(),
         ),
+        *check_deterministic(config.run.deterministic, engine, hardware or detect_hardware()),
         *check_memory(update.offload, engine.sleep_while_training, config.algorithm.kl.coef > 0, precision),
     ]
 

@@ -68,6 +68,18 @@ def _check_emulation(recipe: str, attention: str, recompute: Sequence[str]) -> I
         yield "precision.emulate: true: update.recompute would move the scales of fp8_delayed twice"
 
 
+def check_deterministic(is_on: bool, engine: EngineConfig, hardware: Hardware) -> Iterator[str]:
+    """Yield one line where `run.deterministic` would end the first rollout: torch has no deterministic
+    cumulative sum on CUDA, and the engine in the ranks samples with it.
+    """
+    has_cuda = hardware.nvidia_device and hardware.torch_cuda is not None
+    if is_on and has_cuda and getattr(engine, "server", None) is None:
+        yield (
+            f"run.deterministic: true: engine.name {engine.name} samples in the ranks, with cumulative sums "
+            "that torch refuses on CUDA then; take vllm or sglang, or leave it out"
+        )
+
+
 def check_memory(
     offload: Sequence[str], sleeps: bool, has_reference: bool, precision: PrecisionConfig
 ) -> Iterator[str]:

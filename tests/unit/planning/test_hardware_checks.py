@@ -1,6 +1,7 @@
 """What needs an accelerator, Transformer Engine or room in shared memory is told before a model is built."""
 
 import pytest
+import torch
 from checked_runs import FULL_GPU, MODEL, NO_GPU, problems_of
 
 from megagrpo.config.hardware import Hardware
@@ -128,3 +129,19 @@ def test_full_is_named_alone_and_none_is_an_empty_list(run_file):
     assert load_config(run_file, ["update.recompute=none"]).update.recompute == ()
     with pytest.raises(ConfigError, match="full computes whole layers again; name it alone"):
         load_config(run_file, ["update.recompute=[full,mlp]"])
+
+
+def test_the_engine_in_the_ranks_cannot_sample_deterministically_on_a_gpu(run_file):
+    """torch's own list of what raises names the cumulative sum that sampling is made of."""
+    raises = torch.use_deterministic_algorithms.__doc__
+    assert "torch.cumsum` when called on a CUDA tensor when dtype is floating point" in " ".join(
+        raises.split()
+    )
+    on = "run.deterministic=true"
+    (line,) = problems_of(run_file, on, hardware=FULL_GPU)
+    assert line == (
+        "run.deterministic: true: engine.name transformers samples in the ranks, with cumulative sums that "
+        "torch refuses on CUDA then; take vllm or sglang, or leave it out"
+    )
+    assert problems_of(run_file, on, "engine.name=vllm", hardware=FULL_GPU) == []
+    assert problems_of(run_file, on) == []
