@@ -60,8 +60,10 @@ class MiniBatchBuilder:
             num_mini_batches: consecutive shares of the groups, one for each update.
         """
         plans: list[tuple[Sequence[int], list[SampleKey], list[list[MicroBatchPlan]], tuple[int, int]]] = []
+        trained = trains.numpy()  # a tensor takes microseconds for each element that is asked for
         for chunk in np.array_split(np.arange(len(rollouts.prompts)), num_mini_batches):
-            keys = [key for key in rollouts.records if key[0] in set(chunk.tolist()) and trains[key]]
+            chosen = set(chunk.tolist())
+            keys = [key for key in rollouts.records if key[0] in chosen and trained[key]]
             sizes = [
                 SampleSize(key[0], len(rollouts.prompts[key[0]].token_ids), rollouts.records[key].length)
                 for key in keys
@@ -85,8 +87,9 @@ class MiniBatchBuilder:
         ]
 
     def _fetch(self, rollouts: StepRollouts, plans: list) -> dict[SampleKey, TrainSample]:
+        replicas = [self.layout.ranks_of_replica(dp) for dp in range(self.layout.dp)]
         destinations = {
-            keys[index]: self.layout.ranks_of_replica(dp)
+            keys[index]: replicas[dp]
             for _, keys, plan, _ in plans
             for dp, micro_batches in enumerate(plan)
             for micro in micro_batches
@@ -115,15 +118,7 @@ def exchange_completions(
         destinations: the ranks that need each of them.
         local: the completions that this rank generated.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    outgoing = [
-        [r for r in records if r.source_rank == rank and target in destinations[r.key]]
-        for target in range(world_size)
-    ]
-    incoming = [
-        [r for r in records if r.source_rank == source and rank in destinations[r.key]]
-        for source in range(world_size)
-    ]
+    outgoing, incoming = sort_by_peer(records, destinations, dist.get_rank(), dist.get_world_size())
     send_sizes = [sum(record.length for record in part) for part in outgoing]
     receive_sizes = [sum(record.length for record in part) for part in incoming]
     order = [record.key for part in outgoing for record in part]
@@ -136,6 +131,28 @@ def exchange_completions(
         received[record.key] = (token_ids[rows], logprobs[rows])
         offset += record.length
     return received
+
+
+def sort_by_peer(
+    records: Sequence[CompletionRecord],
+    destinations: Mapping[SampleKey, Sequence[int]],
+    rank: int,
+    world_size: int,
+) -> tuple[list[list[CompletionRecord]], list[list[CompletionRecord]]]:
+    """Return what `rank` sends to each rank, and what it receives from each, in the order of `records`.
+
+    One pass over the records: a pass for each rank would take seconds in a world of thousands.
+    """
+    outgoing: list[list[CompletionRecord]] = [[] for _ in range(world_size)]
+    incoming: list[list[CompletionRecord]] = [[] for _ in range(world_size)]
+    for record in records:
+        targets = destinations[record.key]
+        if record.source_rank == rank:
+            for target in targets:
+                outgoing[target].append(record)
+        if rank in targets:
+            incoming[record.source_rank].append(record)
+    return outgoing, incoming
 
 
 def _all_to_all(
