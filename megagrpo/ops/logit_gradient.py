@@ -141,10 +141,11 @@ def backpropagate(
                 if reference_stash is None:
                     gradient.reference.fill(y, rows, reference_weight)
             gradient.compute_(x, None if scratch is None else view(scratch, rows, columns), y, rows, columns)
+            operand = x.to(weight.dtype)  # both products take it
             if grad_hidden is not None:
-                accumulate(grad_hidden[rows], x, weight)
+                accumulate(grad_hidden[rows], operand, weight)
             if grad_weight is not None:
-                grad_weight.add_(columns, x, tiles.hidden_operand(rows))
+                grad_weight.add_(columns, operand, tiles.hidden_operand(rows))
 
 
 def recompute_gradients(

@@ -34,15 +34,15 @@ class WeightGradient:
         )
 
     def add_(self, columns: slice, logit_gradient: Tensor, hidden: Tensor) -> None:
-        """buffer[columns] += logit_gradient.T @ hidden, with logit_gradient [R, C] float32 and hidden [R,
-        H] an operand.
+        """buffer[columns] += logit_gradient.T @ hidden, with logit_gradient [R, C] and hidden [R, H] operands
+        of one type.
         """
-        tile = self.buffer[columns]
-        if tile.dtype == logit_gradient.dtype:
+        tile, dtype = self.buffer[columns], statistics_dtype(hidden.dtype)
+        if tile.dtype == dtype:
             accumulate(tile, logit_gradient.t(), hidden)
         else:
             # A main_grad in bfloat16: the product is still formed in float32 and rounded once.
-            product = torch.zeros(tile.shape, dtype=logit_gradient.dtype, device=tile.device)
+            product = torch.zeros(tile.shape, dtype=dtype, device=tile.device)
             accumulate(product, logit_gradient.t(), hidden)
             tile.add_(product)
 
