@@ -24,7 +24,9 @@ def writers_of(file):
 
 @pytest.fixture(scope="module", params=NAMES)
 def run_folder(request, run_all):
+    """The server sleeps in every update, without its weights: each publish brings all of them."""
     overrides = [f"engine.name={request.param}", f"run.steps={STEPS}", "evaluation.every=0", *FULL_BATCH]
+    overrides += ["engine.sleep_while_training=true", "update.offload=[gradients,optimizer]"]
     return run_all(2, {request.param: overrides})[request.param]
 
 
