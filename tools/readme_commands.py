@@ -38,6 +38,9 @@ _VALUES = (
         ("completions_per_prompt=8", "completions_per_prompt=2"),
     ),
     *(("max_new_tokens=1024", "max_new_tokens=16"), ("buffer_tokens=256", "buffer_tokens=4")),
+    *(("max_new_tokens=20480", "max_new_tokens=16"), ("buffer_tokens=4096", "buffer_tokens=4")),
+    ("mini_batches_per_step=16", "mini_batches_per_step=1"),
+    ("parallel.tp=8 parallel.pp=1", "parallel.tp=1 parallel.pp=2"),
 )
 _SHORT = "run.steps=1 rollout.prompts_per_step=2 rollout.completions_per_prompt=2 evaluation.every=0"
 
