@@ -107,6 +107,11 @@ class PromptSource:
             over = f": all {dropped} rows are over data.max_prompt_tokens={config.max_prompt_tokens}"
             raise UserError(f"{place}: no prompts{over if dropped else ''}")
         self._notes += [f"warning: {place}: {note}" for note in tokeniser.notes()]
+        if repeated := kept - len({prompt.token_ids for prompt in self.prompts[first:]}):
+            self._notes.append(
+                f"warning: {place}: {repeated} of {kept} prompts are the same as one before; an epoch has "
+                "them that often"
+            )
         if dropped:
             self._notes.append(
                 f"warning: {place}: {dropped} of {dropped + kept} rows are dropped: over "

@@ -47,6 +47,14 @@ def test_the_limit_takes_the_first_rows_and_reads_no_further(load):
     assert ids(load('{"prompt": "a"}\n{"prompt": "b"}\nnot json\n', limit=2).prompts) == [0, 1]
 
 
+def test_repeated_prompts_are_counted_and_stay(load):
+    source = load(rows("a", "b", "a", "a"))
+    assert ids(source.prompts) == [0, 1, 2, 3]
+    (note,) = source.notes()
+    assert "rows.jsonl: 2 of 4 prompts are the same as one before" in note
+    assert load(rows("a", "b")).notes() == []
+
+
 def test_rows_may_come_from_a_function(tmp_path, character_tokenizer):
     path = tmp_path / "rows_of_mine.py"
     path.write_text(
