@@ -10,6 +10,7 @@ from typing import Any
 from megagrpo.config.rollout_sections import DataConfig, RewardsConfig
 from megagrpo.config.schema import Config
 from megagrpo.errors import ConfigError, UserError
+from megagrpo.registry import suggestion
 from megagrpo.rewards.build import REWARDS
 from megagrpo.rollout.data_sources import DATA_SOURCES, find_source, read_rows
 
@@ -63,7 +64,8 @@ def _check_columns(
 ) -> Iterator[str]:
     columns = f"its columns: {', '.join(map(str, row)) or 'none'}"
     if prompt_field not in row:
-        yield f"{place}: no column {prompt_field!r} (data.prompt_field); {columns}"
+        near = suggestion(prompt_field, list(map(str, row)))
+        yield f"{place}: no column {prompt_field!r} (data.prompt_field){near}; {columns}"
     for position, reward in enumerate(rewards.functions):
         scores_it = not reward.sources or (name or row.get("source")) in reward.sources
         if reward.name not in REWARDS.names() or not scores_it:
@@ -75,5 +77,6 @@ def _check_columns(
         if column not in row:
             yield (
                 f"{place}: no column {column!r}, which reward {reward.name} compares with "
-                f"(rewards.functions.{position}.options.column); {columns}"
+                f"(rewards.functions.{position}.options.column){suggestion(column, list(map(str, row)))}; "
+                f"{columns}"
             )

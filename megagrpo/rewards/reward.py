@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megagrpo.errors import UserError
-from megagrpo.registry import Registry
+from megagrpo.registry import Registry, suggestion
 from megagrpo.types import Completion, Prompt
 
 ScoreFunction = Callable[[Prompt, Completion], float]
@@ -48,7 +48,10 @@ def read_column(prompt: Prompt, column: str, reward: str) -> Any:
     if column in prompt.columns:
         return prompt.columns[column]
     known = ", ".join(map(str, prompt.columns)) or "none"
-    raise UserError(f"reward {reward!r}: prompt {prompt.id} has no column {column!r}; its columns: {known}")
+    near = suggestion(column, list(map(str, prompt.columns)))
+    raise UserError(
+        f"reward {reward!r}: prompt {prompt.id} has no column {column!r}{near}; its columns: {known}"
+    )
 
 
 def check_choice(reward: str, option: str, value: str, allowed: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from megagrpo.config.model_folder import hf_folder_of
 from megagrpo.config.rollout_sections import DataConfig
 from megagrpo.config.training_sections import ModelConfig
 from megagrpo.errors import UserError
+from megagrpo.registry import suggestion
 from megagrpo.rollout.time_limit import time_limit
 from megagrpo.types import Prompt
 
@@ -92,7 +93,8 @@ class PromptTokeniser:
         field = self.config.prompt_field
         if field not in row:
             columns = ", ".join(map(str, row)) or "none"
-            raise UserError(f"{place}: no column {field!r} (data.prompt_field); it has {columns}")
+            near = suggestion(field, list(map(str, row)))
+            raise UserError(f"{place}: no column {field!r} (data.prompt_field){near}; it has {columns}")
         content = row[field]
         if self.config.chat_template:
             return render_chat(place, self.tokenizer, content)

@@ -118,6 +118,12 @@ MISTAKES = {
         "data.source: train.jsonl: no column 'answer', which reward exact_match compares with "
         "(rewards.functions.0.options.column); its columns: question, solution",
     ),
+    "a gold column of nearly that name": (
+        rows("train.jsonl", '{"question": "a", "answers": "b"}\n' * 4),
+        [],
+        "data.source: train.jsonl: no column 'answer', which reward exact_match compares with "
+        "(rewards.functions.0.options.column); did you mean answers?; its columns: question, answers",
+    ),
     "a missing prompt column": (
         NOTHING,
         ["data.prompt_field=prompt"],

@@ -105,6 +105,11 @@ def test_a_held_out_set_tells_its_own_dropped_rows_and_may_not_lose_all(tmp_path
             {},
             r"row 1: no column 'prompt' \(data.prompt_field\); it has question, answer",
         ),
+        (
+            '{"promt": "b", "answer": 1}\n',
+            {},
+            r"row 0: no column 'prompt' \(data.prompt_field\); did you mean promt\?; it has promt, answer",
+        ),
         ('{"prompt": 3}\n', {}, r"row 0: column 'prompt' is a int, not a string"),
         (
             '{"prompt": [{"role": "user", "content": "a"}]}\n',
