@@ -60,3 +60,25 @@ def circles(edges: Mapping[str, set[str]]) -> set[frozenset[str]]:
         for node in reach
         if node in reach[node]
     }
+
+
+@cache
+def top_level_names(module: str) -> set[str]:
+    """Names that a module of ours defines, imports or contains as modules; none where it is not there."""
+    inner = ROOT / module.replace(".", "/")
+    path = inner / "__init__.py" if inner.is_dir() else inner.with_suffix(".py")
+    if not path.is_file():
+        return set()
+    names = {each.stem for each in inner.glob("*")} if inner.is_dir() else set()
+    waiting: list[ast.AST] = list(tree_of(path).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        waiting += ast.iter_child_nodes(node)
+    return names

@@ -10,11 +10,20 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 
 import pytest
-from source_tree import PACKAGE, ROOT, circles, imports_of, modules, name_of, room_of, tree_of
+from source_tree import (
+    PACKAGE,
+    ROOT,
+    circles,
+    imports_of,
+    modules,
+    name_of,
+    room_of,
+    top_level_names,
+    tree_of,
+)
 
 # From the top down: what stands on one line may import what stands below it, and of its own line what makes
 # no circle.
@@ -199,6 +208,17 @@ def test_nothing_exchanges_or_reads_pickles_beside_the_restricted_reader():
     check_exceptions(found, PICKLES)
 
 
+def test_a_transport_has_at_most_twelve_methods():
+    """What a transport must do is small; a selection says what is sent."""
+    transport = next(
+        node
+        for node in tree_of(PACKAGE / "weights/transports/base.py").body
+        if isinstance(node, ast.ClassDef) and node.name == "Transport"
+    )
+    methods = [each.name for each in transport.body if isinstance(each, ast.FunctionDef)]
+    assert len([name for name in methods if not name.startswith("_")]) <= 12
+
+
 def test_files_are_short():
     long = {
         path.relative_to(PACKAGE).as_posix()
@@ -287,28 +307,6 @@ def test_every_name_that_is_imported_from_the_package_is_there():
                         if alias.name not in known
                     ]
     assert wrong == []
-
-
-@cache
-def top_level_names(module: str) -> set[str]:
-    """Names that a module of ours defines, imports or contains as modules; none where it is not there."""
-    inner = ROOT / module.replace(".", "/")
-    path = inner / "__init__.py" if inner.is_dir() else inner.with_suffix(".py")
-    if not path.is_file():
-        return set()
-    names = {each.stem for each in inner.glob("*")} if inner.is_dir() else set()
-    waiting: list[ast.AST] = list(tree_of(path).body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        waiting += ast.iter_child_nodes(node)
-    return names
 
 
 def test_parts_take_their_own_section_never_the_whole():

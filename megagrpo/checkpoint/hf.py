@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -11,6 +12,9 @@ from megagrpo.config.run_sections import ExportDtype
 from megagrpo.config.training_sections import ModelConfig
 from megagrpo.device import device as device_module
 from megagrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from megagrpo.models.stage import StageModel
 
 _BF16 = ("bfloat16", "torch.bfloat16")
 
@@ -90,7 +94,7 @@ def _folder_of(source: ModelConfig, target: Path) -> Path:
     return folder
 
 
-def _load(source: ModelConfig, folder: Path, tp: int, pp: int, dtype: ExportDtype):
+def _load(source: ModelConfig, folder: Path, tp: int, pp: int, dtype: ExportDtype) -> "StageModel":
     device = device_module.setup()
     from megagrpo.checkpoint.identity import check_own_config, check_own_files
     from megagrpo.models.hf_config import read_hf_config

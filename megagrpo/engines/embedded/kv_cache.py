@@ -171,7 +171,9 @@ class RolloutCache:
         attend = self._attend_prefill if isinstance(self.step, PrefillStep) else self._attend_decode
         return attend(layer, query, key, value, scale)
 
-    def _attend_prefill(self, layer, query, key, value, scale):
+    def _attend_prefill(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         step = self.step
         keys, values = self.prompts.reserve(layer, key, *step.capacity)
         output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
@@ -183,7 +185,9 @@ class RolloutCache:
             output[start:end] = attended[0].transpose(0, 1)
         return output
 
-    def _attend_decode(self, layer, query, key, value, scale):
+    def _attend_decode(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         step, layout = self.step, self.step.layout
         rows, kv_heads = len(step.rows), key.shape[0]
         keys, values = self.completions.reserve(layer, key, step.capacity, step.longest)

@@ -24,7 +24,16 @@ from megagrpo.types import Completion, Prompt, SamplingParams
 _ATTENTION = "megagrpo_rollout"
 
 
-def _attention(module, query, key, value, attention_mask, scaling, rollout_cache: RolloutCache, **options):
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    rollout_cache: RolloutCache,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
     """Attention in the form that transformers' AttentionInterface calls: states [1, heads, T, D] -> ([1,
     T, heads, D], None).
     """
@@ -177,7 +186,13 @@ class TransformersEngine(EmbeddedEngine):
         self._model.to(device)
         self._weights.bind(self._model)
 
-    def _forward(self, token_ids, positions, wanted, cache):
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+        cache: RolloutCache,
+    ) -> torch.Tensor:
         """The model over packed tokens; see decoding.Forward."""
         return self._model(
             input_ids=token_ids[None],
