@@ -50,7 +50,7 @@ def describe_body() -> dict[str, Any]:
 
 
 def checksums_body() -> dict[str, Any]:
-    """Return the request for the checksums (manifest.checksum_of) of every engine rank's parameters;
+    """Return the request for the checksums (bucket_manifest.checksum_of) of every engine rank's parameters;
     nothing is changed.
     """
     return _body({"checksums": None})
