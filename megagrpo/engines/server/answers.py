@@ -21,6 +21,8 @@ Answer = TypeVar("Answer")
 _FINISH_REASONS = get_args(FinishReason)
 _SHOWN_CHARACTERS = 80  # how much of a wrong value an error shows
 
+UNPUBLISHED = "default"  # label of weights that a server was started with, at vLLM and SGLang
+
 Text = Annotated[str, StringConstraints(max_length=10_000)]
 Version = Annotated[
     int,
@@ -43,6 +45,17 @@ class VersionSpan(StrictModel):
     version: Version
     start: Annotated[int, Field(ge=0)]
     end: Annotated[int, Field(ge=0)]
+
+
+def number_own_weights(completions: Any) -> None:
+    """Call weights that nobody has published version 0, in the spans of completions: servers label those that
+    they were started with by a word.
+    """
+    for completion in completions if isinstance(completions, list) else ():
+        spans = completion.get("weight_versions") if isinstance(completion, dict) else None
+        for span in spans if isinstance(spans, list) else ():
+            if isinstance(span, dict) and span.get("version") == UNPUBLISHED:
+                span["version"] = 0
 
 
 @dataclass(frozen=True)

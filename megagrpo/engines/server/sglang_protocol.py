@@ -16,6 +16,7 @@ from megagrpo.engines.server.answers import (
     ParameterDescription,
     Sample,
     StrictModel,
+    number_own_weights,
 )
 from megagrpo.engines.server.http_client import Call
 from megagrpo.engines.server.protocol import Part, PostRequest, ServerProtocol
@@ -101,6 +102,8 @@ class SglangProtocol(ServerProtocol):
         return super().token_bytes() + 6 * layers * experts
 
     def read_samples(self, answer: Any) -> list[Sample]:
+        if self.model.load_weights and isinstance(answer, list):
+            number_own_weights([each.get("meta_info") for each in answer if isinstance(each, dict)])
         return read_samples(answer, self._routed_shape)
 
     def pause(self, abort: bool) -> None:

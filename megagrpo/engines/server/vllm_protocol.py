@@ -20,6 +20,7 @@ from megagrpo.engines.server.answers import (
     Text,
     TokenIds,
     VersionSpan,
+    number_own_weights,
     read_answer,
 )
 from megagrpo.engines.server.http_client import Call
@@ -116,6 +117,8 @@ class VllmProtocol(ServerProtocol):
         ]
 
     def read_samples(self, answer: Any) -> list[Sample]:
+        if self.model.load_weights and isinstance(answer, dict):
+            number_own_weights(answer.get("choices"))
         choices = sorted(read_answer(_ANSWER, answer).choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(len(choices))):
             raise EngineError(f"completions {[choice.index for choice in choices]} came")

@@ -32,6 +32,18 @@ def test_a_given_server_generates_with_what_it_holds_whatever_version_it_calls_t
         engine.close()
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_weights_that_nobody_published_are_version_0(kind, tiny_hf_folder):
+    """vLLM 0.32 and SGLang 0.5.23 label them `default`."""
+    with fake_server(kind) as server:
+        server.spoil = lambda completions: completions[0].update(spans=[("default", 0, 3)])
+        config = build_engine_config(name=kind, server={"addresses": (server.address,)})
+        engine = ENGINES.get(kind)(tiny_hf_folder("qwen3"), config, load_weights=True)
+        ((completion,),) = engine.generate([PROMPT], SamplingParams(max_new_tokens=4), [0])
+        assert completion.weight_versions == ((0, 0),)
+        engine.close()
+
+
 def test_without_load_weights_a_given_server_is_published_to_first(tiny_hf_folder):
     with fake_server("vllm") as server:
         config = build_engine_config(name="vllm", server={"addresses": (server.address,)})
