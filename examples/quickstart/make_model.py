@@ -5,25 +5,35 @@ It imitates a noisy teacher, who gives the sorted digits in 30 % of the answers 
 digits in the others. So the most likely answer is nearly always right, while a sample at temperature 1 is
 right about one time in three, by construction.
 
-Usage: python examples/quickstart/make_model.py [FOLDER]      (default: examples/quickstart/model; about 40
-    CPU-seconds)
+Usage: python examples/quickstart/make_model.py [FOLDER] [--experts N]
+
+FOLDER is examples/quickstart/model unless given; about 40 CPU-seconds. With experts it is a Qwen3-MoE that
+sends each token through two of N.
 """
 
+import argparse
 import random
-import sys
 from pathlib import Path
 
 import torch
 from task import eval_rows, train_rows
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 CHARACTERS = "_^$=0123456789"  # padding, begin, end, then the text
 PAD, BEGIN, END = 0, 1, 2
 TEACHER_ACCURACY = 0.3
 STEPS, BATCH, LEARNING_RATE = 500, 128, 2e-3
 ANSWER_TOKENS = 5  # four digits and END
+BALANCE = 0.01  # weight of the experts' load-balancing term
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -44,25 +54,35 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model() -> Qwen3ForCausalLM:
-    """Return the untrained model: an even number of layers and KV heads, so that TP 2 and PP 2 divide it."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(CHARACTERS),
-            hidden_size=96,
-            intermediate_size=192,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=24,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-            pad_token_id=PAD,
-            bos_token_id=BEGIN,
-            eos_token_id=END,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        )
-    )
+def build_model(num_experts: int = 0) -> PreTrainedModel:
+    """Return the untrained model: an even number of layers, KV heads and experts, so that TP 2, PP 2 and EP 2
+    divide it.
+    """
+    shape = {
+        "vocab_size": len(CHARACTERS),
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "pad_token_id": PAD,
+        "bos_token_id": BEGIN,
+        "eos_token_id": END,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    if not num_experts:
+        return Qwen3ForCausalLM(Qwen3Config(**shape))
+    experts = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "output_router_logits": True,  # the loss of imitation holds the load-balancing term
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
 
 
 def encode(text: str) -> list[int]:
@@ -85,15 +105,18 @@ def draw_batch(rows: list[dict], draws: random.Random) -> Tensor:
     )
 
 
-def train(model: Qwen3ForCausalLM, rows: list[dict]) -> None:
-    """Imitate the teacher: cross-entropy of the answer tokens."""
+def train(model: PreTrainedModel, rows: list[dict]) -> None:
+    """Imitate the teacher: cross-entropy of the answer tokens, with experts the load-balancing term too."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1)
     draws = random.Random(0)
     for step in range(STEPS):
         tokens = draw_batch(rows, draws)
-        logits = model(input_ids=tokens).logits[:, -ANSWER_TOKENS - 1 : -1]
+        output = model(input_ids=tokens)
+        logits = output.logits[:, -ANSWER_TOKENS - 1 : -1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, -ANSWER_TOKENS:].flatten())
+        if (balance := getattr(output, "aux_loss", None)) is not None:
+            loss = loss + BALANCE * balance
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -104,7 +127,7 @@ def train(model: Qwen3ForCausalLM, rows: list[dict]) -> None:
 
 
 @torch.no_grad()
-def compute_accuracy(model: Qwen3ForCausalLM, rows: list[dict]) -> tuple[float, float]:
+def compute_accuracy(model: PreTrainedModel, rows: list[dict]) -> tuple[float, float]:
     """Return the mean probability of the right answer (what sampling at temperature 1 scores on average)
     and the greedy accuracy.
     """
@@ -118,12 +141,18 @@ def compute_accuracy(model: Qwen3ForCausalLM, rows: list[dict]) -> tuple[float, 
 
 def main() -> None:
     """Train the model on the noisy teacher's answers and write the folder."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "model"
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "model")
+    parser.add_argument("--experts", type=int, default=0, metavar="N")
+    options = parser.parse_args()
+    folder = options.folder
     torch.set_num_threads(1)  # one thread: the sums, and so the weights, are the same on every run
     torch.manual_seed(0)
-    model = build_model()
+    model = build_model(options.experts)
     train(model, train_rows())
     model.eval()
+    if options.experts:
+        model.config.output_router_logits = False  # for the imitation alone
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     sampled, greedy = compute_accuracy(model, eval_rows())
