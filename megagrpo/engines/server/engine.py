@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from megagrpo.engines.base import EngineError, EngineHealth, OnGroup
+from megagrpo.engines.base import EngineError, EngineHealth, EngineState, OnGroup
 from megagrpo.engines.bucket_engine import Ack, BucketEngine
 from megagrpo.engines.lifecycle import Action, EngineLifecycle
 from megagrpo.engines.server.answers import ParameterDescription
@@ -124,6 +124,10 @@ class ServerEngine(BucketEngine):
 
     def abort_update(self) -> None:
         self._update.abort()
+        if self._lifecycle.state is EngineState.STALE:
+            self._is_aborted = (
+                True  # a request that is sent to the paused server now would wait there for ever
+            )
 
     def sleep(self) -> None:
         self._lifecycle.require(Action.SLEEP)
