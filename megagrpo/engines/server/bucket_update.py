@@ -66,8 +66,13 @@ class BucketUpdate:
             self._protocol.resume(version)
         self._lifecycle.serve(version)
 
+    @property
+    def is_past_return(self) -> bool:
+        """Whether an abort would leave the engine stale. A follower can't know how far the owner came."""
+        return self._lifecycle.is_open and (self._lifecycle.version is None or not self._is_owner)
+
     def abort(self) -> None:
-        """Abort the open update. A follower can't know how far the owner came, so it is stale then."""
+        """Abort the open update; see `is_past_return` for what is left."""
         if not self._lifecycle.is_open:
             return
         if not self._is_owner:

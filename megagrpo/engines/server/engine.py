@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from megagrpo.engines.base import EngineError, EngineHealth, EngineState, OnGroup
+from megagrpo.engines.base import EngineError, EngineHealth, OnGroup
 from megagrpo.engines.bucket_engine import Ack, BucketEngine
 from megagrpo.engines.lifecycle import Action, EngineLifecycle
 from megagrpo.engines.server.answers import ParameterDescription
@@ -123,11 +123,11 @@ class ServerEngine(BucketEngine):
         self._update.serve(version)
 
     def abort_update(self) -> None:
-        self._update.abort()
-        if self._lifecycle.state is EngineState.STALE:
+        if self._update.is_past_return:
             self._is_aborted = (
-                True  # a request that is sent to the paused server now would wait there for ever
+                True  # before the server is paused for good: what is sent then would wait there
             )
+        self._update.abort()
 
     def sleep(self) -> None:
         self._lifecycle.require(Action.SLEEP)

@@ -16,7 +16,7 @@ from megagrpo.engines.base import EngineError
 
 ANSWER_BYTES = 64 * 2**20
 """Largest answer to a call that says nothing else: descriptions of all parameters of a large model fit."""
-NOT_SENT = object()
+NO_ANSWER = object()
 """Stands for the answer to a call that an abort kept back."""
 
 
@@ -39,6 +39,8 @@ _SIGNS_IN_A_TIMEOUT = 8  # how many signs of life are asked for within one time-
 # time-outs without an answer that signs of life excuse: an hour at the default. A server that somebody else
 # has paused, or that has lost a request, gives signs for ever
 _EXCUSED_TIMEOUTS = 12
+# how long an abort may take: a paused server may keep a request that has just come until it goes on
+_ABORT_SECONDS = 10.0
 _ATTEMPTS = 3  # for a call whose connection breaks while the server lives
 _SHOWN_CHARACTERS = 1000  # how much of a refusal an error shows
 
@@ -100,11 +102,11 @@ class EngineClient:
         The server's end is noticed at once.
 
         Args:
-            on_answer: gets the number of a call and its answer, one at a time as they come; NOT_SENT where an
-                abort kept the call back.
+            on_answer: gets the number of a call and its answer, one at a time as they come; NO_ANSWER where
+                an abort kept the call back, or it was not answered.
             max_pending: requests that are sent and not answered, at most.
             is_aborted: asked again and again; from when it says so on, `abort_calls` are sent until every
-                request is answered.
+                request is answered, for ten seconds. What has no answer then counts as NO_ANSWER.
             sign_of_life: made again and again; an answer comes from where tokens are computed.
         """
         if calls:
@@ -126,13 +128,23 @@ class EngineClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_pending)
         slots = asyncio.Semaphore(max_pending)
         last_answer = last_sign = time.monotonic()
+        sends: list[asyncio.Task[None]] = []
+        is_given_up = False
+
+        async def send_or_give_up(client: httpx.AsyncClient, number: int, call: Call) -> None:
+            try:
+                await send(client, number, call)
+            except asyncio.CancelledError:
+                if not is_given_up:
+                    raise
+                on_answer(number, NO_ANSWER)
 
         async def send(client: httpx.AsyncClient, number: int, call: Call) -> None:
             nonlocal last_answer, last_sign
             async with slots:
                 for attempt in range(1, _ATTEMPTS + 1):
                     if is_aborted():
-                        return on_answer(number, NOT_SENT)
+                        return on_answer(number, NO_ANSWER)
                     try:
                         status, content = await self._post_async(client, call)
                         break
@@ -146,13 +158,21 @@ class EngineClient:
             on_answer(number, self._read(call, status, content))
 
         async def watch(client: httpx.AsyncClient) -> None:
+            nonlocal is_given_up
+            abort_ends: float | None = None
             while True:
                 await asyncio.sleep(_WATCH_SECONDS)
                 if end := self._describe_end():
                     raise EngineUnreachable(end)
                 if is_aborted():
-                    with suppress(httpx.HTTPError):  # it is sent again
-                        await asyncio.gather(*(self._post_async(client, call) for call in abort_calls))
+                    abort_ends = abort_ends or time.monotonic() + _ABORT_SECONDS
+                    with suppress(httpx.HTTPError, TimeoutError):  # it is sent again
+                        async with asyncio.timeout(_ABORT_SECONDS):
+                            await asyncio.gather(*(self._post_async(client, call) for call in abort_calls))
+                    if time.monotonic() > abort_ends:
+                        is_given_up = True
+                        for task in sends:
+                            task.cancel()
                 now, longest = time.monotonic(), self._timeout_seconds
                 if now - last_sign > longest or now - last_answer > _EXCUSED_TIMEOUTS * longest:
                     raise EngineUnreachable(self._silence("no request"))
@@ -169,7 +189,11 @@ class EngineClient:
         async with httpx.AsyncClient(
             base_url=self.address, auth=self._credentials, timeout=None, limits=limits, trust_env=False
         ) as client:
-            pending = asyncio.gather(*(send(client, number, call) for number, call in enumerate(calls)))
+            sends += [
+                asyncio.ensure_future(send_or_give_up(client, number, call))
+                for number, call in enumerate(calls)
+            ]
+            pending = asyncio.gather(*sends)
             watcher = asyncio.ensure_future(watch(client))
             listener = asyncio.ensure_future(listen(client))
             try:

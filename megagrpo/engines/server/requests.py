@@ -10,7 +10,7 @@ from megagrpo.engines.lifecycle import EngineLifecycle
 from megagrpo.engines.server.answers import Asked, Sample, SampleError, check_samples
 from megagrpo.engines.server.build_completion import build_completion
 from megagrpo.engines.server.engine_server import EngineServer
-from megagrpo.engines.server.http_client import NOT_SENT, Call
+from megagrpo.engines.server.http_client import NO_ANSWER, Call
 from megagrpo.engines.server.protocol import ServerProtocol
 from megagrpo.types import Completion, Prompt, SamplingParams
 
@@ -94,7 +94,7 @@ class CompletionRequests:
 
     def _read(self, answer: Any, prompt: Prompt, run: range, sampling: SamplingParams) -> list[Sample]:
         """Return the completions `run` of an answer, checked."""
-        if answer is NOT_SENT:
+        if answer is NO_ANSWER:
             return [Sample([], [], "abort", ())] * len(run)
         where = f"{self._server.address}: {_name(prompt, run)}"
         asked = Asked(len(run), sampling.max_new_tokens, self._model.vocab_size)

@@ -10,8 +10,9 @@ import time
 import pytest
 
 from megagrpo.engines.base import EngineError
+from megagrpo.engines.server import http_client
 from megagrpo.engines.server.http_client import (
-    NOT_SENT,
+    NO_ANSWER,
     Call,
     EngineClient,
     EngineUnreachable,
@@ -179,8 +180,24 @@ def test_an_abort_is_sent_and_keeps_back_what_was_not(server):
         time.sleep(0.01)
     aborted.set()
     thread.join(60)
-    assert result == {0: {"sent": {"number": 0}}, 1: NOT_SENT}
+    assert result == {0: {"sent": {"number": 0}}, 1: NO_ANSWER}
     assert ("/release", {"ids": [0]}) in server.posts and ("/echo", {"number": 1}) not in server.posts
+
+
+@pytest.mark.parametrize("abort_path", ["/ignored", "/wait"])
+def test_an_abort_that_the_server_does_not_follow_ends_the_call_too(server, monkeypatch, abort_path):
+    monkeypatch.setattr(http_client, "_ABORT_SECONDS", 0.4)
+    result = {}
+    calls = [Call("/wait", {"id": number}) for number in range(3)]
+    begun = time.monotonic()
+    client_of(server).call_all(calls, result.__setitem__, 2, lambda: True, [Call(abort_path, {})])
+    assert result == dict.fromkeys(range(3), NO_ANSWER)
+    asked = threading.Event()
+    threading.Timer(0.5, asked.set).start()
+    client_of(server).call_all(calls, result.__setitem__, 2, asked.is_set, [Call(abort_path, {})])
+    assert result == dict.fromkeys(range(3), NO_ANSWER)  # two were sent, the third waited for its place
+    assert sum(path == "/wait" and "id" in body for path, body in server.posts) == 2
+    assert time.monotonic() - begun < 30
 
 
 def test_an_abort_whose_connection_breaks_is_sent_again(server):
