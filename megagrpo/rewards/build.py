@@ -71,7 +71,9 @@ class _RegisteredReward:
     def _judge(self, prompt: Prompt, completion: Completion) -> Score:
         judge = getattr(self._score, "judge", None)
         value, answer = judge(prompt, completion) if judge else (self._score(prompt, completion), None)
-        return self._checked(value, None if answer is None else answer[:MAX_ANSWER_CHARACTERS])
+        if answer is not None:  # half a surrogate pair, which tokens may spell, can't be sent
+            answer = answer[:MAX_ANSWER_CHARACTERS].encode(errors="replace").decode()
+        return self._checked(value, answer)
 
     @staticmethod
     def _checked(value: float, answer: str | None = None) -> Score:
