@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from megagrpo.config.load import load_config
+from megagrpo.errors import UserError
 
 
 def differences(config: BaseModel) -> list[str]:
@@ -19,15 +20,13 @@ def differences(config: BaseModel) -> list[str]:
 
 def read_settings(run_dir: Path) -> dict[str, str] | None:
     """Return {place: value} of each field of a run's `config.yaml` whose value is not its default; None
-    before that file is written.
-
-    Raises:
-        UserError: the file is no configuration.
+    before that file is written whole.
     """
-    file = run_dir / "config.yaml"
-    if not file.exists():
+    try:
+        config = load_config(run_dir / "config.yaml", [])
+    except UserError:  # not there, or cut off where the disk was full
         return None
-    return {place: value for place, value, _ in _differing(load_config(file, []))}
+    return {place: value for place, value, _ in _differing(config)}
 
 
 def _differing(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, str, str | None]]:
