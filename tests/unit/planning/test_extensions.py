@@ -127,8 +127,25 @@ def test_every_registry_has_a_suite():
     assert sorted(SUITES) == sorted(registry.kind for registry in REGISTRIES)
 
 
+NEEDS_OPTIONS = {("reward", "judge"): "address", ("reward", "reward_model"): "address or path"}
+
+
+@pytest.mark.parametrize(("part", "option"), NEEDS_OPTIONS.items(), ids=str)
+def test_a_part_that_cannot_be_built_without_options_says_which(part, option):
+    """With an address they are tried by tests/contracts/test_reward_contract.py."""
+    kind, name = part
+    with pytest.raises(UserError, match=rf"'{name}'.*{option}"):
+        list(SUITES[kind](name))
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"), [(registry.kind, name) for registry in REGISTRIES for name in registry.names()]
+    ("kind", "name"),
+    [
+        (registry.kind, name)
+        for registry in REGISTRIES
+        for name in registry.names()
+        if (registry.kind, name) not in NEEDS_OPTIONS
+    ],
 )
 def test_every_registered_part_passes_its_suite(monkeypatch, tmp_path, kind, name):
     monkeypatch.setenv("WANDB_MODE", "offline")  # its writer asks a server otherwise
