@@ -7,6 +7,7 @@ SERVER = [
     "engine.name=vllm",
     "engine.server.request_timeout_seconds=10",
     "engine.sleep_while_training=true",
+    "engine.server.sleep_keeps_weights=true",
     "weights.delta=true",
     "watchdog.floor_seconds=300",
 ]
