@@ -13,6 +13,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megagrpo/__init__.py").rea
 LINT = ["ruff>=0.6", "mypy>=1.11"]
 TEST = [
     "wandb>=0.17",
+    "mkdocs-material>=9.5,<10",  # make docs
     "mlflow-skinny>=3",
     "pytest>=8",
     "pytest-timeout>=2.3",
