@@ -1,7 +1,5 @@
 """What `engine:` may say, alone and beside the rest of the run."""
 
-import json
-
 import pytest
 
 from megagrpo.config.load import load_config
@@ -15,20 +13,9 @@ FP8 = ["engine.name=vllm", "engine.server.quantization=fp8_block", "precision.re
 
 
 @pytest.fixture
-def problems_of(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).touch()
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 32)
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model: {path: model}\ndata: {source: train.jsonl}\nrewards: {functions: [{name: exact}]}\n"
-    )
-
+def problems_of(run_file):
     def check(world_size, *overrides):
-        config = load_config(path, list(overrides))
+        config = load_config(run_file, list(overrides))
         sections = config.engine, config.weights, config.rollout, config.precision, config.data
         return list(check_engine(*sections, config.run.collective_timeout_seconds, world_size, MODEL))
 
