@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import readme_commands
-from check_examples import read_commands
+from check_examples import read_commands, read_figures
 from readme_commands import BY_CI, Command, commands_to_run, run_all, shown_commands
 
 READMES = [Path("README.md"), *sorted(Path("examples").glob("*/README.md"))]
@@ -72,3 +72,37 @@ def test_a_line_of_an_engine_that_is_not_installed_is_skipped_by_name(tmp_path, 
     line = "megagrpo run CONFIG.yaml engine.name=vllm"
     assert run_all([Command("README.md", line)]) == []
     assert f"SKIPPED, `make engines` has not been run: {line}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("example", "run_dir", "row", "pattern"),
+    [
+        (
+            "quickstart",
+            "runs/quickstart",
+            "`make quickstart`: sampled",
+            r"{} before, {} after; greedy [0-9.]+, {}",
+        ),
+        (
+            "smollm2_arithmetic",
+            "runs/smollm2_arithmetic",
+            "`make smollm2`: sampled",
+            r"{} before, {} after .*greedy [0-9.]+, {}",
+        ),
+    ],
+)
+def test_the_figures_of_the_readme_are_within_those_that_its_example_is_held_to(
+    example, run_dir, row, pattern
+):
+    """`make examples` compares the ranges with what the runs come to."""
+    (line,) = (line for line in Path("README.md").read_text().splitlines() if line.startswith(f"| {row}"))
+    stated = re.search(pattern.replace("{}", "([0-9.]+)"), line).groups()
+    ranges = {
+        figure.name: figure
+        for figure in read_figures(Path("examples", example, "README.md").read_text())
+        if figure.run_dir == run_dir
+    }
+    for name, value in zip(
+        ("eval.sampled.first", "eval.sampled.last", "eval.greedy.last"), stated, strict=True
+    ):
+        assert ranges[name].low <= float(value) <= ranges[name].high, name
